@@ -6,9 +6,9 @@ use candle_core::quantized::GgmlDType;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refused {
-    /// A tensor that is not in the host's memory.
+    /// A tensor on Metal, or on CUDA without the feature `cuda`.
     #[error(
-        "{op} takes tensors on the CPU so far, and not on {device}: bring them by `to_device(&Device::Cpu)`"
+        "{op} takes no tensors on {device} as it is built: bring them to the CPU by `to_device(&Device::Cpu)`"
     )]
     Device {
         /// The operator.
@@ -16,6 +16,9 @@ pub enum Refused {
         /// Where the tensor is.
         device: &'static str,
     },
+    /// A device of candle's that has a default stream, which may be another one in each thread.
+    #[error("candle's device is in a default stream: make it by `Device::new_cuda_with_stream`")]
+    DefaultStream,
     /// Elements of a type that the operator does not have.
     #[error("{op}: {argument}: expected {expected}, got {got:?}")]
     DType {
@@ -59,6 +62,10 @@ pub enum Refused {
     /// What warpforge says.
     #[error(transparent)]
     Host(#[from] host::Error),
+    /// What cannot be shared with cudarc.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cudarc(#[from] warpforge_cudarc::CudarcError),
     /// What candle says.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),

@@ -1,9 +1,10 @@
 //! Gated linear units.
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CustomOp2, Layout, Result, Shape, Tensor};
 use host::ops::glu as ops;
 
-use crate::operand::{Operand, Output, cpu};
+use crate::operand::{Operand, Output, Storage};
+use crate::plans::{Plans, most};
 use crate::{Activation, Refused};
 
 /// `act(gate) · up`, of two tensors of one shape, gate first. Both may be halves of one: `joint.narrow(…)` is not
@@ -15,35 +16,26 @@ pub struct Glu {
 }
 
 impl Glu {
-    fn run(
+    fn run<S: Storage>(
         &self,
-        gate: Operand<'_>,
-        up: Operand<'_>,
+        gate: Operand<'_, S>,
+        up: Operand<'_, S>,
         shape: &[usize],
-    ) -> std::result::Result<Output, Refused> {
-        let mut out = Output::new(self.name(), shape, gate.dtype())?;
-        let (stream, rows) = (cpu()?, [gate.shape()[0], gate.shape()[1]]);
-        let problem = ops::GluProblem::new(rows[0], rows[1], gate.dtype(), self.activation);
-        let glu = ops::Glu::plan(stream.device(), problem)?;
+    ) -> std::result::Result<Output<S>, Refused> {
+        static PLANS: Plans<ops::GluProblem, ops::Glu> = Plans::new();
+        let mut out = Output::new(self.name(), &gate, shape, gate.dtype())?;
+        let (stream, rows) = (gate.stream()?, [gate.shape()[0], gate.shape()[1]]);
+        let problem = ops::GluProblem::new(most(rows[0]), rows[1], gate.dtype(), self.activation);
+        let glu = PLANS.of(stream.device(), problem, ops::Glu::plan)?;
         let out_view = out.view_mut(&rows)?;
         let args = ops::GluArgs { up: Some(up.view()?), ..ops::GluArgs::new(gate.view()?, out_view) };
-        glu.run(stream, args)?;
+        glu.run(&stream, args)?;
         Ok(out)
     }
 }
 
-impl CustomOp2 for Glu {
-    fn name(&self) -> &'static str {
-        "warpforge-glu"
-    }
-
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+impl Glu {
+    fn forward<S: Storage>(&self, [(s1, l1), (s2, l2)]: [(&S, &Layout); 2]) -> Result<(S, Shape)> {
         if l1.dims() != l2.dims() {
             let (op, argument, got) = (self.name(), "up", l2.dims().to_vec());
             return Err(Refused::Shape { op, argument, expected: "the gate's shape", got }.into());
@@ -52,8 +44,14 @@ impl CustomOp2 for Glu {
         let up = Operand::merged(self.name(), "up", s2, l2, 1)?;
         Ok(self.run(gate, up, l1.dims())?.finish())
     }
+}
 
-    crate::on_the_cpu_alone!(_a, _b);
+impl CustomOp2 for Glu {
+    fn name(&self) -> &'static str {
+        "warpforge-glu"
+    }
+
+    crate::forward!(s1 l1, s2 l2);
 }
 
 /// `silu(gate) · up`.

@@ -19,13 +19,26 @@
 //! ```
 //!
 //! Types are f32, f16 and bf16, with sums in f32 and one rounding of the result. There are no gradients: candle says so
-//! where one is asked for. Tensors on CUDA and Metal are [refused](Refused::Device).
+//! where one is asked for. Tensors on Metal are [refused](Refused::Device).
+//!
+//! # On a card
+//! With the feature `cuda`, which is candle's own and wants `nvcc` for candle's kernels when it is built, tensors on CUDA
+//! are computed with by warpforge's kernels, in candle's stream, and nothing is copied but as above. Two things are for
+//! the program: to have kernels, that is to depend on `warpforge` with the features `cuda` and a floor's (`sm80`, …);
+//! and to make its device by `Device::new_cuda_with_stream`, since that of `Device::new_cuda` is CUDA's per-thread
+//! default stream, which is another one in each thread and refused. `examples/beside_candle` of the repository does both.
+//!
+//! Plans are kept from call to call, for the next power of two of rows, tokens and keys.
 
 mod attention;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod error;
 mod glu;
 mod matmul;
 mod operand;
+mod plans;
 mod quantised;
 mod rmsnorm;
 mod rope;
@@ -41,24 +54,37 @@ pub use quantised::QuantisedMatmul;
 pub use rmsnorm::{RmsNorm, rmsnorm};
 pub use rope::Rope;
 
-/// What is not on the CPU is refused, by the name of the operator.
-macro_rules! on_the_cpu_alone {
-    ($($arg:ident),*) => {
+/// A custom operator's ways by where the tensors lie: `forward` on the CPU, and with the feature `cuda` on a card;
+/// elsewhere an error, by the name of the operator.
+macro_rules! forward {
+    ($($storage:ident $layout:ident),*) => {
+        fn cpu_fwd(
+            &self,
+            $($storage: &candle_core::CpuStorage, $layout: &candle_core::Layout),*
+        ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
+            self.forward([$(($storage, $layout)),*])
+        }
+
         fn cuda_fwd(
             &self,
-            $($arg: &candle_core::CudaStorage, _: &candle_core::Layout),*
+            $($storage: &candle_core::CudaStorage, $layout: &candle_core::Layout),*
         ) -> candle_core::Result<(candle_core::CudaStorage, candle_core::Shape)> {
-            let _ = ($($arg),*);
-            Err($crate::Refused::Device { op: self.name(), device: "CUDA" }.into())
+            #[cfg(feature = "cuda")]
+            return self.forward([$(($storage, $layout)),*]);
+            #[cfg(not(feature = "cuda"))]
+            {
+                let _ = [$(($storage, $layout)),*];
+                Err($crate::Refused::Device { op: self.name(), device: "CUDA" }.into())
+            }
         }
 
         fn metal_fwd(
             &self,
-            $($arg: &candle_core::MetalStorage, _: &candle_core::Layout),*
+            $($storage: &candle_core::MetalStorage, $layout: &candle_core::Layout),*
         ) -> candle_core::Result<(candle_core::MetalStorage, candle_core::Shape)> {
-            let _ = ($($arg),*);
+            let _ = [$(($storage, $layout)),*];
             Err($crate::Refused::Device { op: self.name(), device: "Metal" }.into())
         }
     };
 }
-use on_the_cpu_alone;
+use forward;

@@ -1,10 +1,11 @@
 //! Matrix products.
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CustomOp2, Layout, Result, Shape, Tensor};
 use host::ops::matmul as ops;
 
 use crate::Refused;
-use crate::operand::{Operand, Output, cpu};
+use crate::operand::{Operand, Output, Storage};
+use crate::plans::{Plans, most};
 
 /// The product of candle's `a.matmul(b)`: `[…, m, k]` times `[…, k, n]`, or times one `[k, n]` for all. A transposed b,
 /// `weight.t()` of a linear layer, is not copied; any other is, since the operator reads it by columns.
@@ -12,9 +13,14 @@ use crate::operand::{Operand, Output, cpu};
 pub struct Matmul;
 
 impl Matmul {
-    fn run(a: Operand<'_>, b: Operand<'_>, shape: &[usize]) -> std::result::Result<Output, Refused> {
-        let mut out = Output::new(Self.name(), shape, a.dtype())?;
-        let stream = cpu()?;
+    fn run<S: Storage>(
+        a: Operand<'_, S>,
+        b: Operand<'_, S>,
+        shape: &[usize],
+    ) -> std::result::Result<Output<S>, Refused> {
+        static PLANS: Plans<ops::MatmulProblem, ops::Matmul> = Plans::new();
+        let mut out = Output::new(Self.name(), &a, shape, a.dtype())?;
+        let stream = a.stream()?;
         let (a_shape, b_shape) = (a.shape(), b.shape());
         let (batch, m, n, k) = match (a_shape, b_shape) {
             (&[m, k], &[n, _]) => (1, m, n, k),
@@ -24,27 +30,17 @@ impl Matmul {
                 return Err(Refused::Shape { op, argument, expected: "as many axes as a", got });
             }
         };
-        let problem = ops::MatmulProblem { batch, ..ops::MatmulProblem::new(m, n, k, a.dtype()) };
-        let matmul = ops::Matmul::plan(stream.device(), problem)?;
+        let problem = ops::MatmulProblem { batch, ..ops::MatmulProblem::new(most(m), n, k, a.dtype()) };
+        let matmul = PLANS.of(stream.device(), problem, ops::Matmul::plan)?;
         let whole = [batch, m, n];
         let out_view = out.view_mut(&whole[usize::from(a_shape.len() == 2)..])?;
-        matmul.run(stream, ops::MatmulArgs::new(a.view()?, b.view()?, out_view))?;
+        matmul.run(&stream, ops::MatmulArgs::new(a.view()?, b.view()?, out_view))?;
         Ok(out)
     }
 }
 
-impl CustomOp2 for Matmul {
-    fn name(&self) -> &'static str {
-        "warpforge-matmul"
-    }
-
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+impl Matmul {
+    fn forward<S: Storage>(&self, [(s1, l1), (s2, l2)]: [(&S, &Layout); 2]) -> Result<(S, Shape)> {
         let op = self.name();
         let (a_rank, b_rank) = (l1.dims().len(), l2.dims().len());
         let wrong = |argument, expected, layout: &Layout| {
@@ -71,8 +67,14 @@ impl CustomOp2 for Matmul {
         };
         Ok(Self::run(a, b, &shape)?.finish())
     }
+}
 
-    crate::on_the_cpu_alone!(_a, _b);
+impl CustomOp2 for Matmul {
+    fn name(&self) -> &'static str {
+        "warpforge-matmul"
+    }
+
+    crate::forward!(s1 l1, s2 l2);
 }
 
 /// `a · b`.

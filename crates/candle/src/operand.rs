@@ -1,73 +1,79 @@
 //! Candle's storage as views of warpforge's, and back.
 
-use std::borrow::Cow;
-use std::sync::OnceLock;
-
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Shape};
-use half::{bf16, f16};
-use host::{DType, Device, Error, Stream, TensorView, TensorViewMut};
+use candle_core::{Layout, Shape};
+use host::{DType, Stream, TensorView, TensorViewMut};
 
 use crate::Refused;
 
-/// The stream of the CPU, whose work is done at once.
-pub(crate) fn cpu() -> Result<&'static Stream, Error> {
-    static CPU: OnceLock<Stream> = OnceLock::new();
-    match CPU.get() {
-        Some(stream) => Ok(stream),
-        None => {
-            let stream = Device::cpu().stream()?;
-            Ok(CPU.get_or_init(|| stream))
+/// Storage of candle's that operators compute with: on the CPU, and with the feature `cuda` on a card.
+pub(crate) trait Storage: BackendStorage {
+    /// The stream in whose order candle uses the memory.
+    fn stream(device: &Self::Device) -> Result<Stream, Refused>;
+
+    /// The elements, to read; none of a type that operators do not have. What the stream does behind this call comes
+    /// behind whoever writes them now, and what it has done before it before whoever will write them.
+    fn elements(&self) -> Option<Elements>;
+
+    /// The elements, to write; the same for whoever reads or writes them.
+    fn elements_mut(&mut self) -> Option<Elements>;
+
+    /// A storage of so many elements, whatever they are; none of a type that operators do not have.
+    fn made(device: &Self::Device, dtype: DType, len: usize) -> candle_core::Result<Option<Self>>;
+}
+
+/// Where elements lie, how many there are, and of what type.
+pub(crate) struct Elements {
+    pub(crate) address: u64,
+    pub(crate) len: usize,
+    pub(crate) dtype: DType,
+}
+
+/// A storage of candle's, or a copy.
+enum Lent<'a, S> {
+    Candles(&'a S),
+    Own(S),
+}
+
+impl<S> Lent<'_, S> {
+    fn get(&self) -> &S {
+        match self {
+            Lent::Candles(storage) => storage,
+            Lent::Own(storage) => storage,
         }
     }
 }
 
-/// Address and number of the elements of a storage, and their type; none of a type that operators do not have.
-fn elements(storage: &CpuStorage) -> Option<(u64, usize, DType)> {
-    Some(match storage {
-        CpuStorage::F32(values) => (values.as_ptr() as u64, values.len(), DType::F32),
-        CpuStorage::F16(values) => (values.as_ptr() as u64, values.len(), DType::F16),
-        CpuStorage::BF16(values) => (values.as_ptr() as u64, values.len(), DType::BF16),
-        CpuStorage::U32(values) => (values.as_ptr() as u64, values.len(), DType::U32),
-        _ => return None,
-    })
-}
-
-/// A storage of so many zeros.
-fn zeros(dtype: DType, len: usize) -> Option<CpuStorage> {
-    Some(match dtype {
-        DType::F32 => CpuStorage::F32(vec![0.0; len]),
-        DType::F16 => CpuStorage::F16(vec![f16::ZERO; len]),
-        DType::BF16 => CpuStorage::BF16(vec![bf16::ZERO; len]),
-        DType::U32 => CpuStorage::U32(vec![0; len]),
-        _ => return None,
-    })
-}
-
 /// An argument of an operator: candle's memory, or a copy where an operator needs other strides.
-pub(crate) struct Operand<'a> {
+pub(crate) struct Operand<'a, S: Storage> {
     op: &'static str,
     argument: &'static str,
-    storage: Cow<'a, CpuStorage>,
+    storage: Lent<'a, S>,
     dtype: DType,
     offset: usize,
     shape: Vec<usize>,
     strides: Vec<usize>,
 }
 
-impl<'a> Operand<'a> {
+impl<'a, S: Storage> Operand<'a, S> {
     /// The tensor as it is, with any strides.
     pub(crate) fn new(
         op: &'static str,
         argument: &'static str,
-        storage: &'a CpuStorage,
+        storage: &'a S,
         layout: &Layout,
     ) -> Result<Self, Refused> {
         let got = storage.dtype();
         let expected = "f32, f16, bf16 or u32";
-        let (_, _, dtype) = elements(storage).ok_or(Refused::DType { op, argument, expected, got })?;
+        let dtype = match got {
+            candle_core::DType::F32 => DType::F32,
+            candle_core::DType::F16 => DType::F16,
+            candle_core::DType::BF16 => DType::BF16,
+            candle_core::DType::U32 => DType::U32,
+            _ => return Err(Refused::DType { op, argument, expected, got }),
+        };
         let (shape, strides) = (layout.dims().to_vec(), layout.stride().to_vec());
-        let (storage, offset) = (Cow::Borrowed(storage), layout.start_offset());
+        let (storage, offset) = (Lent::Candles(storage), layout.start_offset());
         Ok(Operand { op, argument, storage, dtype, offset, shape, strides })
     }
 
@@ -75,7 +81,7 @@ impl<'a> Operand<'a> {
     pub(crate) fn rows(
         op: &'static str,
         argument: &'static str,
-        storage: &'a CpuStorage,
+        storage: &'a S,
         layout: &Layout,
     ) -> Result<Self, Refused> {
         let mut operand = Self::new(op, argument, storage, layout)?;
@@ -92,7 +98,7 @@ impl<'a> Operand<'a> {
     pub(crate) fn dense(
         op: &'static str,
         argument: &'static str,
-        storage: &'a CpuStorage,
+        storage: &'a S,
         layout: &Layout,
     ) -> Result<Self, Refused> {
         let mut operand = Self::new(op, argument, storage, layout)?;
@@ -106,13 +112,13 @@ impl<'a> Operand<'a> {
     pub(crate) fn merged(
         op: &'static str,
         argument: &'static str,
-        storage: &'a CpuStorage,
+        storage: &'a S,
         layout: &Layout,
         keep: usize,
     ) -> Result<Self, Refused> {
         let mut operand = Self::rows(op, argument, storage, layout)?;
         let Some(lead) = operand.shape.len().checked_sub(keep) else {
-            let (expected, got) = ("more axes", operand.shape);
+            let (expected, got) = ("more axes", operand.shape.clone());
             return Err(Refused::Shape { op, argument, expected, got });
         };
         let axes: Vec<usize> = (0..lead).filter(|&axis| operand.shape[axis] != 1).collect();
@@ -136,9 +142,11 @@ impl<'a> Operand<'a> {
         self.view()?;
         let len = product(&self.shape).ok_or_else(|| self.too_large())?;
         let layout = Layout::new(Shape::from(&self.shape[..]), self.strides.clone(), self.offset);
-        let mut copy = zeros(self.dtype, len).ok_or_else(|| self.too_large())?;
-        self.storage.copy_strided_src(&mut copy, 0, &layout)?;
-        self.storage = Cow::Owned(copy);
+        let storage = self.storage.get();
+        let copy = S::made(storage.device(), self.dtype, len)?;
+        let mut copy = copy.ok_or_else(|| self.too_large())?;
+        storage.copy_strided_src(&mut copy, 0, &layout)?;
+        self.storage = Lent::Own(copy);
         self.offset = 0;
         self.strides = Layout::contiguous(Shape::from(&self.shape[..])).stride().to_vec();
         Ok(())
@@ -159,9 +167,20 @@ impl<'a> Operand<'a> {
         self.dtype
     }
 
+    /// The device of candle's that has it.
+    pub(crate) fn device(&self) -> &S::Device {
+        self.storage.get().device()
+    }
+
+    /// The stream in whose order candle uses it.
+    pub(crate) fn stream(&self) -> Result<Stream, Refused> {
+        S::stream(self.device())
+    }
+
     /// The elements, to be read as long as the argument is there.
     pub(crate) fn view(&self) -> Result<TensorView<'_>, Refused> {
-        let (address, len, dtype) = elements(&self.storage).ok_or_else(|| self.too_large())?;
+        let Elements { address, len, dtype } =
+            self.storage.get().elements().ok_or_else(|| self.too_large())?;
         let outside = || Refused::Layout { op: self.op, argument: self.argument, len };
         let mut offset = 0;
         if !self.shape.contains(&0) {
@@ -172,11 +191,18 @@ impl<'a> Operand<'a> {
             last.filter(|&last| last < len).ok_or_else(outside)?;
             offset = self.offset * dtype.bytes();
         }
-        let (device, address) = (cpu()?.device(), address + offset as u64);
-        // SAFETY: the storage is a vector, so all of its elements hold values; from the first to the last that shape
-        // and strides reach they are in it, as was found above; it is borrowed, or owned, for the view's life, and
-        // nobody writes it meanwhile.
-        Ok(unsafe { TensorView::from_raw(device, address, &self.shape, &self.strides, dtype) }?)
+        let (stream, address) = (self.stream()?, address + offset as u64);
+        // SAFETY: candle has given all of the storage's elements values; from the first to the last that shape and
+        // strides reach they are in it, as was found above; it is borrowed, or owned, for the view's life, and nobody
+        // writes it meanwhile: on a card candle writes and frees it in the order of this stream, or behind what that
+        // has done by the time that this operand is dropped.
+        Ok(unsafe { TensorView::from_raw(stream.device(), address, &self.shape, &self.strides, dtype) }?)
+    }
+}
+
+impl<S: Storage> Drop for Operand<'_, S> {
+    fn drop(&mut self) {
+        self.storage.get().elements();
     }
 }
 
@@ -186,18 +212,23 @@ pub(crate) fn product(sizes: &[usize]) -> Option<usize> {
 }
 
 /// The result of an operator, without gaps.
-pub(crate) struct Output {
-    storage: CpuStorage,
+pub(crate) struct Output<S> {
+    storage: S,
     dtype: DType,
     shape: Vec<usize>,
 }
 
-impl Output {
-    /// For a shape and a type, one of those that an [`Operand`] has.
-    pub(crate) fn new(op: &'static str, shape: &[usize], dtype: DType) -> Result<Self, Refused> {
+impl<S: Storage> Output<S> {
+    /// For a shape and a type, one of those that an [`Operand`] has, beside that operand.
+    pub(crate) fn new(
+        op: &'static str,
+        beside: &Operand<'_, S>,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<Self, Refused> {
         let bytes = product(shape).and_then(|len| len.checked_mul(dtype.bytes()));
         let fits = bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok());
-        let storage = if fits { zeros(dtype, shape.iter().product()) } else { None };
+        let storage = if fits { S::made(beside.device(), dtype, shape.iter().product())? } else { None };
         let (argument, expected, got) = ("out", "a size that fits the address space", shape.to_vec());
         let storage = storage.ok_or(Refused::Shape { op, argument, expected, got })?;
         Ok(Output { storage, dtype, shape: shape.to_vec() })
@@ -205,26 +236,23 @@ impl Output {
 
     /// The elements in another shape of as many, to be written.
     pub(crate) fn view_mut(&mut self, shape: &[usize]) -> Result<TensorViewMut<'_>, Refused> {
+        let stream = S::stream(self.storage.device())?;
         let len = product(&self.shape);
-        let address = match &mut self.storage {
-            CpuStorage::F32(values) => values.as_mut_ptr() as u64,
-            CpuStorage::F16(values) => values.as_mut_ptr() as u64,
-            CpuStorage::BF16(values) => values.as_mut_ptr() as u64,
-            CpuStorage::U32(values) => values.as_mut_ptr() as u64,
-            // `zeros` makes no other.
-            _ => 0,
-        };
+        // `new` has made no type that operators do not have.
+        let address = self.storage.elements_mut().map_or(0, |elements| elements.address);
         if product(shape) != len {
             let (op, argument, expected) = ("warpforge-candle", "out", "as many elements");
             return Err(Refused::Shape { op, argument, expected, got: shape.to_vec() });
         }
         let strides = Layout::contiguous(Shape::from(shape)).stride().to_vec();
-        // SAFETY: a vector of as many elements, which is borrowed alone for the view's life.
-        Ok(unsafe { TensorViewMut::from_raw(cpu()?.device(), address, shape, &strides, self.dtype) }?)
+        // SAFETY: memory of as many elements, which is borrowed alone for the view's life; on a card candle frees it in
+        // the order of this stream.
+        Ok(unsafe { TensorViewMut::from_raw(stream.device(), address, shape, &strides, self.dtype) }?)
     }
 
-    /// What candle takes.
-    pub(crate) fn finish(self) -> (CpuStorage, Shape) {
+    /// What candle takes: whatever it does with it now, also in other streams, comes behind the work that writes it.
+    pub(crate) fn finish(mut self) -> (S, Shape) {
+        self.storage.elements_mut();
         (self.storage, Shape::from(self.shape))
     }
 }

@@ -2,36 +2,32 @@
 
 use std::sync::Arc;
 
+use candle_core::cpu_backend::CpuDevice;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor};
+use host::Stream;
 use host::ops::matmul as ops;
 use host::weight::{Quantised, Scheme, Weight, WeightSource};
 use models::{GgmlType, QuantMatrix};
 
 use crate::Refused;
-use crate::operand::{Operand, Output, cpu};
+use crate::operand::{Operand, Output, Storage};
+use crate::plans::{Plans, most};
 
 /// A linear layer whose weight `[n, k]` stays quantised: `[…, k]` becomes `[…, n]`. Activations are not quantised,
-/// unlike by candle's own `QMatMul`.
+/// unlike by candle's own `QMatMul`. The weight is for the device that it was made on.
 #[derive(Clone, Debug)]
 pub struct QuantisedMatmul {
     weight: Arc<Weight>,
 }
 
 impl QuantisedMatmul {
-    /// Of a tensor from a GGUF file, whose codes and scales are kept: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K.
+    /// Of a tensor from a GGUF file, for its device, whose codes and scales are kept: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K.
     ///
     /// **Errors**: candle's, around a [`Refused`].
     pub fn from_qtensor(tensor: &QTensor) -> Result<Self> {
         let (n, k) = tensor.shape().dims2()?;
-        let device = match tensor.device() {
-            Device::Cpu => None,
-            Device::Cuda(_) => Some("CUDA"),
-            Device::Metal(_) => Some("Metal"),
-        };
-        if let Some(device) = device {
-            return Err(Refused::Device { op: OP, device }.into());
-        }
+        let stream = stream_of(&tensor.device())?;
         let got = tensor.dtype();
         let kind = match got {
             GgmlDType::Q4_0 => GgmlType::Q4_0,
@@ -47,21 +43,22 @@ impl QuantisedMatmul {
         let data = tensor.data()?;
         let source = QuantMatrix::of_blocks([n, k], kind, &data).and_then(QuantMatrix::weight_source);
         let (argument, expected, got) = ("weight", "rows of whole blocks", vec![n, k]);
-        Self::pack(&source.ok_or(Refused::Shape { op: OP, argument, expected, got })?)
+        Self::pack(&stream, &source.ok_or(Refused::Shape { op: OP, argument, expected, got })?)
     }
 
-    /// Quantises a weight `[n, k]` of floats.
+    /// Quantises a weight `[n, k]` of floats, for its device.
     ///
     /// **Errors**: candle's, around a [`Refused`]; a value that is not finite is one.
     pub fn quantise(weight: &Tensor, scheme: Scheme) -> Result<Self> {
         let (n, k) = weight.dims2()?;
         let values = weight.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let row = |row: usize, into: &mut [f32]| into.copy_from_slice(&values[row * k..][..k]);
-        Self::pack(&Quantised::new([n, k], scheme, row).map_err(Refused::from)?)
+        let stream = stream_of(weight.device())?;
+        Self::pack(&stream, &Quantised::new([n, k], scheme, row).map_err(Refused::from)?)
     }
 
-    fn pack(source: &dyn WeightSource) -> Result<Self> {
-        let weight = cpu().and_then(|stream| Weight::pack(stream, source)).map_err(Refused::from)?;
+    fn pack(stream: &Stream, source: &dyn WeightSource) -> Result<Self> {
+        let weight = Weight::pack(stream, source).map_err(Refused::from)?;
         Ok(QuantisedMatmul { weight: Arc::new(weight) })
     }
 
@@ -70,27 +67,36 @@ impl QuantisedMatmul {
         &self.weight
     }
 
-    fn run(&self, x: Operand<'_>, shape: &[usize]) -> std::result::Result<Output, Refused> {
-        let mut out = Output::new(OP, shape, x.dtype())?;
-        let (stream, m, n) = (cpu()?, x.shape()[0], self.weight.n());
+    fn run<S: Storage>(&self, x: Operand<'_, S>, shape: &[usize]) -> std::result::Result<Output<S>, Refused> {
+        static PLANS: Plans<ops::MatmulProblem, ops::Matmul> = Plans::new();
+        let mut out = Output::new(OP, &x, shape, x.dtype())?;
+        let (stream, m, n) = (x.stream()?, x.shape()[0], self.weight.n());
         let problem = ops::MatmulProblem {
             weight: Some(self.weight.layout()),
-            ..ops::MatmulProblem::new(m, n, x.shape()[1], x.dtype())
+            ..ops::MatmulProblem::new(most(m), n, x.shape()[1], x.dtype())
         };
-        let matmul = ops::Matmul::plan(stream.device(), problem)?;
-        matmul.run(stream, ops::MatmulArgs::new(x.view()?, &*self.weight, out.view_mut(&[m, n])?))?;
+        let matmul = PLANS.of(stream.device(), problem, ops::Matmul::plan)?;
+        matmul.run(&stream, ops::MatmulArgs::new(x.view()?, &*self.weight, out.view_mut(&[m, n])?))?;
         Ok(out)
     }
 }
 
 const OP: &str = "warpforge-quantised-matmul";
 
-impl CustomOp1 for QuantisedMatmul {
-    fn name(&self) -> &'static str {
-        OP
-    }
+/// The stream of a device of candle's.
+fn stream_of(device: &Device) -> Result<Stream> {
+    Ok(match device {
+        Device::Cpu => CpuStorage::stream(&CpuDevice)?,
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => candle_core::CudaStorage::stream(device)?,
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => return Err(Refused::Device { op: OP, device: "CUDA" }.into()),
+        Device::Metal(_) => return Err(Refused::Device { op: OP, device: "Metal" }.into()),
+    })
+}
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+impl QuantisedMatmul {
+    fn forward<S: Storage>(&self, [(storage, layout)]: [(&S, &Layout); 1]) -> Result<(S, Shape)> {
         let x = Operand::merged(OP, "x", storage, layout, 1)?;
         let (&last, lead) = layout.dims().split_last().ok_or_else(|| {
             let (argument, expected, got) = ("x", "[…, k]", Vec::new());
@@ -104,8 +110,14 @@ impl CustomOp1 for QuantisedMatmul {
         }
         Ok(self.run(x, &[lead, &[self.weight.n()]].concat())?.finish())
     }
+}
 
-    crate::on_the_cpu_alone!(_a);
+impl CustomOp1 for QuantisedMatmul {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    crate::forward!(s1 l1);
 }
 
 impl Module for QuantisedMatmul {

@@ -1,10 +1,11 @@
 //! Norms of rows.
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::{CustomOp2, Layout, Result, Shape, Tensor};
 use host::ops::rmsnorm as ops;
 
 use crate::Refused;
-use crate::operand::{Operand, Output, cpu};
+use crate::operand::{Operand, Output, Storage};
+use crate::plans::{Plans, most};
 
 /// Root mean square normalisation of the last axis: the first tensor is what is normalised, the second the weight, of
 /// one axis.
@@ -17,21 +18,30 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    fn run(
+    fn run<S: Storage>(
         &self,
-        x: Operand<'_>,
-        weight: Operand<'_>,
+        x: Operand<'_, S>,
+        weight: Operand<'_, S>,
         shape: &[usize],
-    ) -> std::result::Result<Output, Refused> {
-        let mut out = Output::new(self.name(), shape, x.dtype())?;
-        let (stream, rows) = (cpu()?, [x.shape()[0], x.shape()[1]]);
+    ) -> std::result::Result<Output<S>, Refused> {
+        static PLANS: Plans<ops::RmsNormProblem, ops::RmsNorm> = Plans::new();
+        let mut out = Output::new(self.name(), &x, shape, x.dtype())?;
+        let (stream, rows) = (x.stream()?, [x.shape()[0], x.shape()[1]]);
         let problem = ops::RmsNormProblem {
             weight: self.weight,
-            ..ops::RmsNormProblem::new(rows[0], rows[1], x.dtype(), self.eps)
+            ..ops::RmsNormProblem::new(most(rows[0]), rows[1], x.dtype(), self.eps)
         };
-        let norm = ops::RmsNorm::plan(stream.device(), problem)?;
-        norm.run(stream, ops::RmsNormArgs::new(x.view()?, weight.view()?, out.view_mut(&rows)?))?;
+        let norm = PLANS.of(stream.device(), problem, ops::RmsNorm::plan)?;
+        norm.run(&stream, ops::RmsNormArgs::new(x.view()?, weight.view()?, out.view_mut(&rows)?))?;
         Ok(out)
+    }
+}
+
+impl RmsNorm {
+    fn forward<S: Storage>(&self, [(s1, l1), (s2, l2)]: [(&S, &Layout); 2]) -> Result<(S, Shape)> {
+        let x = Operand::merged(self.name(), "x", s1, l1, 1)?;
+        let weight = Operand::rows(self.name(), "weight", s2, l2)?;
+        Ok(self.run(x, weight, l1.dims())?.finish())
     }
 }
 
@@ -40,19 +50,7 @@ impl CustomOp2 for RmsNorm {
         "warpforge-rmsnorm"
     }
 
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let x = Operand::merged(self.name(), "x", s1, l1, 1)?;
-        let weight = Operand::rows(self.name(), "weight", s2, l2)?;
-        Ok(self.run(x, weight, l1.dims())?.finish())
-    }
-
-    crate::on_the_cpu_alone!(_a, _b);
+    crate::forward!(s1 l1, s2 l2);
 }
 
 /// `x · rsqrt(mean(x²) + eps) · weight` over the last axis.

@@ -1,21 +1,23 @@
 //! Rotary embedding.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
-use host::DType;
+use candle_core::{CustomOp2, Layout, Result, Shape, Tensor};
 use host::ops::rope as ops;
+use host::{DType, Place, Stream};
 
-use crate::operand::{Operand, Output, cpu};
+use crate::cpu::cpu;
+use crate::operand::{Operand, Output, Storage};
+use crate::plans::{Plans, most};
 use crate::{Refused, RopeStyle};
 
 /// Rotary position embedding: the first tensor has the heads, `[batch, heads, tokens, head_dim]`, the second the
 /// positions, `[tokens]` or `[batch, tokens]` in u32. Transposed heads are not copied.
 #[derive(Clone, Debug)]
 pub struct Rope {
-    tables: Arc<ops::RopeTables>,
-    rotary_dim: usize,
+    inv_freq: Arc<[f64]>,
+    /// For each device that heads have been on.
+    tables: Arc<Mutex<Vec<(Place, Arc<ops::RopeTables>)>>>,
     positions: u32,
     style: RopeStyle,
 }
@@ -26,10 +28,24 @@ impl Rope {
     ///
     /// **Errors**: candle's, around a [`Refused`].
     pub fn new(inv_freq: &[f64], positions: u32, style: RopeStyle) -> Result<Self> {
-        let stream = cpu().map_err(Refused::from)?;
-        let tables =
-            ops::RopeTables::new(stream, inv_freq, 1.0, positions as usize).map_err(Refused::from)?;
-        Ok(Rope { tables: Arc::new(tables), rotary_dim: 2 * inv_freq.len(), positions, style })
+        let rope = Rope { inv_freq: inv_freq.into(), tables: Arc::default(), positions, style };
+        rope.tables_for(cpu().map_err(Refused::from)?)?;
+        Ok(rope)
+    }
+
+    /// The tables in the memory of a stream's device.
+    fn tables_for(&self, stream: &Stream) -> std::result::Result<Arc<ops::RopeTables>, Refused> {
+        let place = stream.device().place();
+        let mut all = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, tables)) = all.iter().find(|(of, _)| *of == place) {
+            return Ok(Arc::clone(tables));
+        }
+        let tables = ops::RopeTables::new(stream, &self.inv_freq, 1.0, self.positions as usize)?;
+        // Another stream may be the next to read them.
+        stream.synchronize()?;
+        let tables = Arc::new(tables);
+        all.push((place, Arc::clone(&tables)));
+        Ok(tables)
     }
 
     /// The usual frequencies: `theta^(−2i / head_dim)`.
@@ -43,12 +59,18 @@ impl Rope {
 
     /// The heads, turned by their positions.
     ///
-    /// **Errors**: candle's, around a [`Refused`]; a position beyond the tables is one.
+    /// **Errors**: candle's, around a [`Refused`]; a position beyond the tables is one, but for positions on a card: those
+    /// are not looked at by the host, and one beyond the tables counts as their last.
     pub fn apply(&self, x: &Tensor, positions: &Tensor) -> Result<Tensor> {
         x.apply_op2(positions, self.clone())
     }
 
-    fn run(&self, x: Operand<'_>, positions: Operand<'_>) -> std::result::Result<Output, Refused> {
+    fn run<S: Storage>(
+        &self,
+        x: Operand<'_, S>,
+        positions: Operand<'_, S>,
+    ) -> std::result::Result<Output<S>, Refused> {
+        static PLANS: Plans<ops::RopeProblem, ops::Rope> = Plans::new();
         let op = self.name();
         let &[batch, heads, tokens, head_dim] = x.shape() else {
             let (argument, expected) = ("x", "[batch, heads, tokens, head_dim]");
@@ -63,14 +85,15 @@ impl Rope {
                 return Err(Refused::Shape { op, argument, expected, got: positions.shape().to_vec() });
             }
         };
-        let mut out = Output::new(op, x.shape(), x.dtype())?;
-        let stream = cpu()?;
+        let mut out = Output::new(op, &x, x.shape(), x.dtype())?;
+        let stream = x.stream()?;
+        let tables = self.tables_for(&stream)?;
         let problem = ops::RopeProblem {
-            rotary_dim: self.rotary_dim,
+            rotary_dim: 2 * self.inv_freq.len(),
             style: self.style,
-            ..ops::RopeProblem::new(tokens, heads, head_dim, x.dtype())
+            ..ops::RopeProblem::new(most(tokens), heads, head_dim, x.dtype())
         };
-        let rope = ops::Rope::plan(stream.device(), problem)?;
+        let rope = PLANS.of(stream.device(), problem, ops::Rope::plan)?;
         let mut left = out.view_mut(&[batch, heads, tokens, head_dim])?;
         for sequence in 0..batch {
             let of = sequence..sequence + 1;
@@ -81,34 +104,27 @@ impl Rope {
             left = rest;
             let out = out.reshape(&[heads, tokens, head_dim])?.swap_axes(0, 1)?;
             let positions = all.slice(0, of)?.reshape(&[tokens])?;
-            let args = ops::RopeArgs::new(ops::RopeInput::From(from), positions, &self.tables, out);
-            rope.run(stream, args)?;
+            let args = ops::RopeArgs::new(ops::RopeInput::From(from), positions, &tables, out);
+            rope.run(&stream, args)?;
         }
         Ok(out)
     }
 }
 
-impl CustomOp2 for Rope {
-    fn name(&self) -> &'static str {
-        "warpforge-rope"
-    }
-
-    fn cpu_fwd(
-        &self,
-        s1: &CpuStorage,
-        l1: &Layout,
-        s2: &CpuStorage,
-        l2: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+impl Rope {
+    fn forward<S: Storage>(&self, [(s1, l1), (s2, l2)]: [(&S, &Layout); 2]) -> Result<(S, Shape)> {
         let x = Operand::rows(self.name(), "x", s1, l1)?;
         let positions = Operand::dense(self.name(), "positions", s2, l2)?;
         if positions.dtype() != DType::U32 {
             let (op, argument, got) = (self.name(), "positions", s2.dtype());
             return Err(Refused::DType { op, argument, expected: "u32", got }.into());
         }
-        // The operator takes those beyond the tables for their last; here they can be read before.
-        let stream = cpu().map_err(Refused::from)?;
-        let known = positions.view()?.to_vec::<u32>(stream).map_err(Refused::from)?;
+        // The operator takes those beyond the tables for their last; in the host's memory they can be read before.
+        let stream = positions.stream()?;
+        let known = match stream.device().place() {
+            Place::Cpu => positions.view()?.to_vec::<u32>(&stream).map_err(Refused::from)?,
+            _ => Vec::new(),
+        };
         if let Some(&beyond) = known.iter().find(|&&position| position >= self.positions) {
             let (op, argument, got) = (self.name(), "positions", vec![beyond as usize]);
             return Err(
@@ -117,6 +133,12 @@ impl CustomOp2 for Rope {
         }
         Ok(self.run(x, positions)?.finish())
     }
+}
 
-    crate::on_the_cpu_alone!(_a, _b);
+impl CustomOp2 for Rope {
+    fn name(&self) -> &'static str {
+        "warpforge-rope"
+    }
+
+    crate::forward!(s1 l1, s2 l2);
 }
