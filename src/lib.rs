@@ -34,6 +34,7 @@
 //! | operator | what |
 //! |---|---|
 //! | [`attention`](ops::attention) | prompts and decode, GQA, windows, masks, paged and fp8 caches, latent attention |
+//! | [`attention_merge`](ops::attention_merge) | shared prefixes |
 //! | [`causal_conv1d`](ops::causal_conv1d) | convolution over time |
 //! | [`copy`](ops::copy) | strided copy and cast |
 //! | [`embedding`](ops::embedding) | rows of a table |

@@ -270,6 +270,25 @@ def fp8_attention(case, shape):
     return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
 
 
+def attention_merge(case, shape):
+    dtype, tokens, heads, dim = DTYPES[case["dtype"]], shape["tokens"], shape["heads"], shape["dim"]
+
+    def inputs(generator):
+        parts = [normal(generator, tokens, heads, dim, dtype=dtype) for _ in range(2)]
+        lses = [normal(generator, heads, tokens, dtype=torch.float32) for _ in range(2)]
+        return *parts, *lses
+
+    def run(a, b, a_lse, b_lse):
+        weights = torch.softmax(torch.stack([a_lse, b_lse]), 0).transpose(1, 2)[..., None]
+        return (weights[0] * a + weights[1] * b).to(dtype)
+
+    def expected(a, b, a_lse, b_lse):
+        weights = torch.softmax(torch.stack([a_lse[:, :1], b_lse[:, :1]]), 0).transpose(1, 2)[..., None]
+        return (weights[0] * a[:1].float() + weights[1] * b[:1].float())[0]
+
+    return Operator(inputs, expected, both(run, "softmax and sum"), sample=lambda result: result[0])
+
+
 def causal_conv1d(case, shape):
     dtype, tokens, sequences = DTYPES[case["dtype"]], shape["tokens"], shape["sequences"]
     channels, width = shape["channels"], shape["width"]
@@ -1039,6 +1058,7 @@ OPERATORS = {
     function.__name__: function
     for function in (
         attention,
+        attention_merge,
         causal_conv1d,
         copy,
         embedding,

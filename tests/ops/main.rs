@@ -2,6 +2,7 @@
 //! run; and what happens where a device does not fit.
 
 mod arguments;
+mod cascade;
 mod fallback;
 mod faults;
 mod harness;

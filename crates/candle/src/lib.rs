@@ -22,11 +22,12 @@
 //! where one is asked for. Tensors on Metal are [refused](Refused::Device).
 //!
 //! # On a card
-//! With the feature `cuda`, which is candle's own and wants `nvcc` for candle's kernels when it is built, tensors on CUDA
-//! are computed with by warpforge's kernels, in candle's stream, and nothing is copied but as above. Two things are for
-//! the program: to have kernels, that is to depend on `warpforge` with the features `cuda` and a floor's (`sm80`, …);
-//! and to make its device by `Device::new_cuda_with_stream`, since that of `Device::new_cuda` is CUDA's per-thread
-//! default stream, which is another one in each thread and refused. `examples/beside_candle` of the repository does both.
+//! With the feature `cuda`, which is candle's own and wants `nvcc` for candle's kernels when it is built, tensors on
+//! CUDA are computed with by warpforge's kernels, in candle's stream, and nothing is copied but as above. Two things
+//! are for the program: to have kernels, that is to depend on `warpforge` with the features `cuda` and a floor's
+//! (`sm80`, …); and to make its device by `Device::new_cuda_with_stream`, since that of `Device::new_cuda` is CUDA's
+//! per-thread default stream, which is another one in each thread and refused. `examples/beside_candle` of the
+//! repository does both.
 //!
 //! Plans are kept from call to call, for the next power of two of rows, tokens and keys.
 

@@ -17,10 +17,13 @@ use crate::{Refused, RopeStyle};
 pub struct Rope {
     inv_freq: Arc<[f64]>,
     /// For each device that heads have been on.
-    tables: Arc<Mutex<Vec<(Place, Arc<ops::RopeTables>)>>>,
+    tables: Arc<Mutex<Vec<OfDevice>>>,
     positions: u32,
     style: RopeStyle,
 }
+
+/// Tables in the memory of a device.
+type OfDevice = (Place, Arc<ops::RopeTables>);
 
 impl Rope {
     /// Tables of the positions below `positions`. Pair i of a head turns by `inv_freq[i]` radians from one position to

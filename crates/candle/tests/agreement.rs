@@ -20,7 +20,7 @@ fn cuda_is_refused() {
     let two = norm.cuda_fwd(&storage, &layout, &storage, &layout).unwrap_err().to_string();
     assert_eq!(
         two,
-        "warpforge-rmsnorm takes no tensors on CUDA as it is built: bring them to the CPU by `to_device(&device())`"
+        "warpforge-rmsnorm takes no tensors on CUDA as it is built: bring them to the CPU by `to_device(&Device::Cpu)`"
     );
     let three =
         Attention::default().cuda_fwd(&storage, &layout, &storage, &layout, &storage, &layout).unwrap_err();

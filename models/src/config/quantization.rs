@@ -608,6 +608,8 @@ fn rows_become(group: &Fields, kind: &str) -> Result<bool, ModelError> {
 
 #[cfg(test)]
 mod tests {
+    use host::ops::matmul::Activations;
+
     use super::super::tests::*;
     use super::super::*;
 

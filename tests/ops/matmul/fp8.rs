@@ -165,7 +165,7 @@ fn fp8_planned() -> Result<(), TestCaseError> {
         };
         let case = PackedCase { case: contiguous(problem, i as u64), layout };
         let odd = Case { a_layout: Layout { padding: 1, offset: 1 }, ..case.case.clone() };
-        let few = MatmulProblem { m: 70, ..problem };
+        let few = MatmulProblem { m: 64, ..problem };
         for device in devices_for(work(&case)) {
             let Some(limits) = device.limits() else { continue };
             let problem = case.problem();

@@ -21,6 +21,7 @@ macro_rules! for_each_operator {
                 DECODE_RING_FP8_VARIANTS GATHER_VARIANTS GATHER_PAGES_VARIANTS PREFILL_MMA_VARIANTS COMBINE_VARIANTS
                 WGMMA_VARIANTS
             ];
+            attention_merge "attention_merge" [VARIANTS];
             causal_conv1d "causal_conv1d" [VARIANTS];
             copy "copy" [VARIANTS];
             embedding "embedding" [VARIANTS PACKED_VARIANTS];

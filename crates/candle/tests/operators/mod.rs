@@ -2,7 +2,7 @@
 //! by one rounding to its type.
 
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, IndexOp, Module, Result, Tensor};
+use candle_core::{DType, Device, IndexOp, Module, Result, Tensor};
 use warpforge_candle::{
     Activation, Attention, Glu, QuantisedMatmul, Rope, RopeStyle, Scheme, attention, matmul, rmsnorm, swiglu,
 };
@@ -26,8 +26,9 @@ fn drawn(seed: u64, shape: &[usize], dtype: DType) -> Tensor {
     Tensor::from_vec(values, shape, &device()).unwrap().to_dtype(dtype).unwrap()
 }
 
+/// In f32 on the CPU, where candle is to say what is right.
 fn wide(x: &Tensor) -> Tensor {
-    x.to_dtype(DType::F32).unwrap()
+    x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap()
 }
 
 /// Whether `got` is `wanted`, which is in f32, within `sums` of what is summed and half a unit of its own type.
@@ -53,6 +54,10 @@ fn assert_close(got: &Tensor, wanted: &Tensor, sums: f32) {
 fn rmsnorm_agrees() -> Result<()> {
     for dtype in TYPES {
         for shape in [&[3, 40][..], &[2, 5, 64], &[1, 2, 3, 33], &[1, 1, 2, 1, 2, 16], &[4, 1], &[0, 8]] {
+            // Candle makes no tensors without elements on a card.
+            if shape.contains(&0) && !device().is_cpu() {
+                continue;
+            }
             let cols = *shape.last().unwrap();
             let (x, weight) = (drawn(1, shape, dtype), drawn(2, &[cols], dtype));
             let wanted = candle_nn::ops::rms_norm_slow(&wide(&x), &wide(&weight), 1e-5)?;
@@ -89,10 +94,10 @@ fn rope_agrees() -> Result<()> {
     for dtype in TYPES {
         for (style, interleaved) in [(RopeStyle::HalfSplit, false), (RopeStyle::Interleaved, true)] {
             let rope = Rope::of_theta(1e4, dim, 64, style)?;
-            let positions = Tensor::arange(7u32, 7 + tokens as u32, &device())?;
+            let positions = Tensor::arange(7u32, 7 + tokens as u32, &Device::Cpu)?;
             let inv_freq: Vec<f32> =
                 (0..dim / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / dim as f32)).collect();
-            let inv_freq = Tensor::from_vec(inv_freq, (1, dim / 2), &device())?;
+            let inv_freq = Tensor::from_vec(inv_freq, (1, dim / 2), &Device::Cpu)?;
             let angles = positions.to_dtype(DType::F32)?.unsqueeze(1)?.matmul(&inv_freq)?;
             let (cos, sin) = (angles.cos()?, angles.sin()?);
             // As projections give them: tokens outside of heads.
@@ -102,6 +107,7 @@ fn rope_agrees() -> Result<()> {
                 true => candle_nn::rotary_emb::rope_i(&dense, &cos, &sin)?,
                 false => candle_nn::rotary_emb::rope(&dense, &cos, &sin)?,
             };
+            let positions = positions.to_device(&device())?;
             assert_close(&rope.apply(&x, &positions)?, &wanted, 4e-6);
             let each = positions.unsqueeze(0)?.broadcast_as((batch, tokens))?;
             assert_close(&rope.apply(&x, &each)?, &wanted, 4e-6);
@@ -112,7 +118,7 @@ fn rope_agrees() -> Result<()> {
         return Ok(());
     }
     let rope = Rope::of_theta(1e4, 16, 64, RopeStyle::HalfSplit)?;
-    let beyond = Tensor::new(&[64u32], &device())?;
+    let beyond = Tensor::new(&[64u32], &Device::Cpu)?;
     let error = rope.apply(&drawn(7, &[1, 1, 1, 16], DType::F32), &beyond).unwrap_err().to_string();
     assert!(error.contains("positions that the tables have, got [64]"), "{error}");
     Ok(())
@@ -139,13 +145,19 @@ fn naive(q: &Tensor, k: &Tensor, v: &Tensor, how: Attention) -> Result<Tensor> {
     let mask: Vec<f32> = (0..tokens * keys)
         .map(|at| if hidden(at / keys, at % keys) { f32::NEG_INFINITY } else { 0.0 })
         .collect();
-    let scores = scores.broadcast_add(&Tensor::from_vec(mask, (tokens, keys), &device())?)?;
+    let scores = scores.broadcast_add(&Tensor::from_vec(mask, (tokens, keys), &Device::Cpu)?)?;
     candle_nn::ops::softmax_last_dim(&scores)?.matmul(&v)
 }
 
 #[test]
 fn attention_agrees() -> Result<()> {
     for dtype in TYPES {
+        // On tensor cores the softmax's weights are rounded to the type, as v is, whose magnitudes are below 1.
+        let weights = match dtype {
+            DType::F16 if !device().is_cpu() => 2f32.powi(-11),
+            DType::BF16 if !device().is_cpu() => 2f32.powi(-8),
+            _ => 0.0,
+        };
         for (batch, heads, kv_heads, tokens, keys, dim, dim_v) in [
             (1, 1, 1, 1, 1, 8, 8),
             (2, 4, 2, 5, 9, 16, 16),
@@ -162,7 +174,7 @@ fn attention_agrees() -> Result<()> {
                 Attention { scale: Some(0.5), window: Some(3), ..Attention::causal() },
                 Attention { soft_cap: Some(2.0), ..Attention::default() },
             ] {
-                assert_close(&attention(&q, &k, &v, how)?, &naive(&q, &k, &v, how)?, 2e-6);
+                assert_close(&attention(&q, &k, &v, how)?, &naive(&q, &k, &v, how)?, 2e-6 + weights);
             }
         }
     }
@@ -208,16 +220,21 @@ fn quantised_products_agree() -> Result<()> {
         let x = drawn(16, &[2, 3, k], dtype);
         for &of in kinds {
             let quantised = QTensor::quantize(&weight, of)?;
-            let wanted = wide(&x).broadcast_matmul(&quantised.dequantize(&device())?.t()?.contiguous()?)?;
+            let wanted =
+                wide(&x).broadcast_matmul(&quantised.dequantize(&Device::Cpu)?.t()?.contiguous()?)?;
             let layer = QuantisedMatmul::from_qtensor(&quantised)?;
             assert_eq!((layer.weight().n(), layer.weight().k()), (n, k));
-            assert_close(&layer.forward(&x)?, &wanted, 2e-5);
+            assert_close(&layer.forward(&x)?, &wanted, 1e-7 * k as f32);
             // Many rows go by another way.
             let many = drawn(17, &[70, k], dtype);
-            let wanted = wide(&many).matmul(&quantised.dequantize(&device())?.t()?.contiguous()?)?;
-            assert_close(&layer.forward(&many)?, &wanted, if dtype == DType::F32 { 2e-5 } else { 4e-2 });
+            let wanted = wide(&many).matmul(&quantised.dequantize(&Device::Cpu)?.t()?.contiguous()?)?;
+            assert_close(
+                &layer.forward(&many)?,
+                &wanted,
+                if dtype == DType::F32 { 1e-7 * k as f32 } else { 2e-4 * k as f32 },
+            );
         }
-        let wanted = wide(&x).broadcast_matmul(&weight.t()?.contiguous()?)?;
+        let wanted = wide(&x).broadcast_matmul(&wide(&weight).t()?.contiguous()?)?;
         // Half a step of 1 / 127 in each of the products of at most 1.
         let layer = QuantisedMatmul::quantise(&weight, Scheme::INT8)?;
         assert_close(&layer.forward(&x)?, &wanted, 0.5 / 127.0 * k as f32);

@@ -1,5 +1,6 @@
 //! Attention over keys and values of any layout, in pages, packed or in fp8: [`Attention`].
 
+mod cascade;
 mod cases;
 mod checks;
 mod cpu;
@@ -31,6 +32,7 @@ pub use abi::ops::attention::{
     AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
     DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
+pub use cascade::{CascadeArgs, CascadeAttention, CascadeProblem, Prefix};
 pub use cases::{AttentionCase, CASES, samples};
 pub use kv_scales::KvScales;
 pub use scores::{ScoreBias, ScoreTensors, Scores};
