@@ -169,9 +169,9 @@ impl Checkpoint {
     }
 
     /// The checkpoint with what becomes of rows before products with its quantised weights, instead of what its files
-    /// say: [`Activations::Fp8`] where `activation_scheme` is `dynamic`, or where all weights in fp8 of compressed-tensors
-    /// have `input_activations` of fp8 by token, [`Activations::Int8`] for linear layers of compressed-tensors whose
-    /// `input_activations` are so; the scale of a token is one that is found when it is there.
+    /// say: [`Activations::Fp8`] where `activation_scheme` is `dynamic`, or where all weights in fp8 of
+    /// compressed-tensors have `input_activations` of fp8 by token, [`Activations::Int8`] for linear layers of
+    /// compressed-tensors whose `input_activations` are so; the scale of a token is one that is found when it is there.
     ///
     /// Rows become int8 before int8 weights with a scale for each of their rows, of linear layers, stored so or
     /// quantised so as they are loaded (`int8`); before those of experts they stay as they are. At a rank of a group

@@ -53,8 +53,8 @@ pub const fn dense_takes(layout: &Layout) -> bool {
     takes(layout) || matches!(layout.codes, Codes::E4m3) && layout.rows == 1 && layout.group == 0
 }
 
-/// Whether the grouped product takes a weight of this layout: fp8 with a scale for each 128 of k, or one for all of it, and for
-/// blocks of a multiple of [`TILE_COLS`] rows.
+/// Whether the grouped product takes a weight of this layout: fp8 with a scale for each 128 of k, or one for all of it,
+/// and for blocks of a multiple of [`TILE_COLS`] rows.
 pub const fn takes(layout: &Layout) -> bool {
     matches!(layout.codes, Codes::E4m3)
         && (layout.group == BLOCK_K || layout.group == 0)

@@ -11,9 +11,9 @@
 //! 8 bits   word j has k's four of step j, in order; those of row l / 4 are in the first 512 bytes, of l / 4 + 8 in the
 //!          others
 //! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a
-//!          lane's two are neighbours, in binary32 for groups of 64 and more; or two for `2^rows_log2` rows, that of the
-//!          even ones and that of the odd ones, each twice: [n / rows][k / group][4]. A gate's and up's rows in turn have
-//!          blocks so, too
+//!          lane's two are neighbours, in binary32 for groups of 64 and more; or two for `2^rows_log2` rows, that of
+//!          the even ones and that of the odd ones, each twice: [n / rows][k / group][4]. A gate's and up's rows in
+//!          turn have blocks so, too
 //! minimums, zero points: as the scales
 //! supers   [n / 16][k / 256][16 rows], in the same order, binary16: factors of the scales; those of the minimums
 //!          likewise

@@ -22,7 +22,8 @@ pub struct QuantisedMatmul {
 }
 
 impl QuantisedMatmul {
-    /// Of a tensor from a GGUF file, for its device, whose codes and scales are kept: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K.
+    /// Of a tensor from a GGUF file, for its device, whose codes and scales are kept: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+    /// Q4_K, Q5_K or Q6_K.
     ///
     /// **Errors**: candle's, around a [`Refused`].
     pub fn from_qtensor(tensor: &QTensor) -> Result<Self> {

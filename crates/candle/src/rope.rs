@@ -62,8 +62,8 @@ impl Rope {
 
     /// The heads, turned by their positions.
     ///
-    /// **Errors**: candle's, around a [`Refused`]; a position beyond the tables is one, but for positions on a card: those
-    /// are not looked at by the host, and one beyond the tables counts as their last.
+    /// **Errors**: candle's, around a [`Refused`]; a position beyond the tables is one, but for positions on a card:
+    /// those are not looked at by the host, and one beyond the tables counts as their last.
     pub fn apply(&self, x: &Tensor, positions: &Tensor) -> Result<Tensor> {
         x.apply_op2(positions, self.clone())
     }

@@ -110,9 +110,9 @@ pub struct Scales<const PARTS: usize> {
     pub cols: [[f32; 2]; PARTS],
 }
 
-/// A consumer's sums over `steps` stages, each a block of k, whose sum is multiplied by `scales(step)`, which are loaded
-/// a step ahead. Rows of a are 128 bytes in the 128-byte swizzle; those of b are two tiles of 64 bytes, `2 · SUMS` rows
-/// each, in the 64-byte swizzle, one after the other. `operands`, `full`, `release` and `meanwhile` as for
+/// A consumer's sums over `steps` stages, each a block of k, whose sum is multiplied by `scales(step)`, which are
+/// loaded a step ahead. Rows of a are 128 bytes in the 128-byte swizzle; those of b are two tiles of 64 bytes, `2 ·
+/// SUMS` rows each, in the 64-byte swizzle, one after the other. `operands`, `full`, `release` and `meanwhile` as for
 /// [`super::wgmma_consumers::multiply_stages`].
 ///
 /// # Safety
@@ -178,8 +178,8 @@ where
     total
 }
 
-/// A packed weight of fp8, multiplied by rows that [`quantise`] has made. In tiles of `2 · SUMS` columns, of which each of
-/// `PARTS` equal parts lies in one block of scales. `LATE`: results leave before the next tile is begun.
+/// A packed weight of fp8, multiplied by rows that [`quantise`] has made. In tiles of `2 · SUMS` columns, of which each
+/// of `PARTS` equal parts lies in one block of scales. `LATE`: results leave before the next tile is begun.
 #[derive(Clone, Copy)]
 pub struct Fp8<'a, const PARTS: usize, const LATE: bool> {
     /// The tiles, `[rows of tiles][tiles · 16][64]` bytes, in boxes of a tile of each of the rows of tiles that a block

@@ -9,7 +9,7 @@
 //! | `mma_sync` | of many rows by `mma.sync`, which `cp.async` feeds | sm_80 |
 //! | `wgmma` | by `wgmma`, which TMA feeds; blocks stay and walk over tiles | sm_90a |
 //! | `split_k_wgmma` | of few rows and columns by `wgmma`: the blocks of a cluster share k | sm_90a |
-//! | `fp8` | of fp8 by fp8, of rows that become fp8 before: the loop, `wgmma`'s multiplier, and what makes them so | sm_90a |
+//! | `fp8` | of fp8 by fp8, of rows that become fp8 before: `wgmma`'s multiplier, and what makes them so | sm_90a |
 //! | `swapped_wgmma` | of dozens to hundreds of rows by `wgmma`, which are the tile's columns | sm_90a |
 //!
 //! What they have in common: types that are multiplied ([`operand`], by tensor cores `multiplicand`, packed ones

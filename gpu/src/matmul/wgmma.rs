@@ -93,8 +93,8 @@ pub trait Multiplier<T, S, const SUMS: usize>: Copy {
     /// - The tile exists; all warps behind the first warpgroup, `warps` of them.
     unsafe fn to_l2(&self, _dims: &MatmulDims, _col: u32, _warps: u32) {}
 
-    /// A consumer's sums over a tile, with up to `place.len` of them behind each other where the product is gated: first
-    /// those of the gate.
+    /// A consumer's sums over a tile, with up to `place.len` of them behind each other where the product is gated:
+    /// first those of the gate.
     ///
     /// # Safety
     /// - As for [`multiply_stages`]; the tile exists, and has rows for the consumer.

@@ -59,8 +59,8 @@ impl Fp8Rows {
     /// Makes rows of x fp8: `dims.rows` of them, no more than planned, whose `q_stride` is set here.
     ///
     /// # Safety
-    /// - x has `dims.x_rows` rows of `dims.k` elements, `dims.x_stride` apart, in pieces of 16 bytes; the order a number
-    ///   for each row if `dims.fan_out` is not 0.
+    /// - x has `dims.x_rows` rows of `dims.k` elements, `dims.x_stride` apart, in pieces of 16 bytes; the order a
+    ///   number   for each row if `dims.fan_out` is not 0.
     pub(crate) unsafe fn make(
         &self,
         stream: &Stream,

@@ -230,8 +230,8 @@ impl<S: WeightSource> WeightSource for Part<S> {
 pub struct GateUp<'a>(pub &'a dyn WeightSource, pub &'a dyn WeightSource);
 
 impl GateUp<'_> {
-    /// The layout of such a weight, of two of this one: blocks are of as many rows of each, the even ones of one and the
-    /// odd ones of the other.
+    /// The layout of such a weight, of two of this one: blocks are of as many rows of each, the even ones of one and
+    /// the odd ones of the other.
     pub fn layout_of(each: Layout) -> Layout {
         let rows = if each.rows == 1 { 1 } else { each.rows.checked_mul(2).unwrap_or(each.rows) };
         Layout { rows, ..each }

@@ -627,8 +627,8 @@ mod tests {
         );
     }
 
-    /// Rows become fp8 where every group of fp8 asks for it, by a scale that is found when a token is there; what is not
-    /// done is named.
+    /// Rows become fp8 where every group of fp8 asks for it, by a scale that is found when a token is there; what is
+    /// not done is named.
     #[test]
     fn rows_of_compressed_fp8() {
         let read = |groups: &[(&str, &str)]| {

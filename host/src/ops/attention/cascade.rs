@@ -73,9 +73,9 @@ impl<'a> CascadeArgs<'a> {
 /// all of it, and of each sequence's queries over its own keys, whose mask counts from the last of those. A plain
 /// attention reads a prefix once for each sequence; that is worth it from a few sequences and some thousand keys on.
 ///
-/// A **tree of drafts** is verified so too: the prefix is what is there of the one sequence, the own keys are the drafts',
-/// and [`Scores::bias`](super::Scores::bias) of the own attention says which draft sees which, `[queries, drafts]` and
-/// not `[queries, all keys]`.
+/// A **tree of drafts** is verified so too: the prefix is what is there of the one sequence, the own keys are the
+/// drafts', and [`Scores::bias`](super::Scores::bias) of the own attention says which draft sees which, `[queries,
+/// drafts]` and not `[queries, all keys]`.
 ///
 /// **Arithmetic**: that of the attentions; each part is rounded to its type, and so is what is merged. **Rows of out**
 /// that belong to no sequence are undefined. **Workspace**: both parts, `tokens · heads_q · (head_dim_v` of q's type `+

@@ -70,18 +70,19 @@ impl<'a> AttentionMergeArgs<'a> {
 }
 
 /// Attention over two parts of the keys as attention over all of them, by the logarithms of the sums of exponentials:
-/// `out = (w_a · a + w_b · b) / (w_a + w_b)`, `lse = m + ln(w_a + w_b)`, where `m = max(lse_a, lse_b)` and `w = exp(lse −
-/// m)`.
+/// `out = (w_a · a + w_b · b) / (w_a + w_b)`, `lse = m + ln(w_a + w_b)`, where `m = max(lse_a, lse_b)` and `w = exp(lse
+/// − m)`.
 ///
-/// That is how keys which sequences share are read once for all of them, how a tree of drafts is verified behind the keys
-/// that all of them see, and how a key cache is shared out:
+/// That is how keys which sequences share are read once for all of them, how a tree of drafts is verified behind the
+/// keys that all of them see, and how a key cache is shared out:
 /// [`CascadeAttention`](crate::ops::attention::CascadeAttention).
 ///
 /// **No keys**: a part whose logarithm is −∞, or so far below the other's that its weight is 0 (as below 2^-126 it may
-/// be), counts nothing, whatever it holds; of no keys at all the result is 0 and its logarithm −∞. **Arithmetic**: in f32, rounded once; weights err by
-/// a few units in the last place, and by the rounding of `lse_a − lse_b`. A logarithm of NaN makes its row so. **Aliasing**: out and lse may not overlap the other tensors. **Determinism**:
-/// bitwise the same from run to run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit;
-/// never after work was enqueued. **Architectures**: the same kernels on all floors. **Source**: the sum of two online
+/// be), counts nothing, whatever it holds; of no keys at all the result is 0 and its logarithm −∞. **Arithmetic**: in
+/// f32, rounded once; weights err by a few units in the last place, and by the rounding of `lse_a − lse_b`. A logarithm
+/// of NaN makes its row so. **Aliasing**: out and lse may not overlap the other tensors. **Determinism**: bitwise the
+/// same from run to run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never
+/// after work was enqueued. **Architectures**: the same kernels on all floors. **Source**: the sum of two online
 /// softmax states (Milakov and Gimelshein, arXiv:1805.02867).
 ///
 /// ```no_run
@@ -92,9 +93,9 @@ impl<'a> AttentionMergeArgs<'a> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;
 /// let merge = AttentionMerge::plan(&device, AttentionMergeProblem::new(7, 32, 128, DType::BF16))?;
-/// let (a, b) = (Tensor::zeros(&stream, &[7, 32, 128], DType::BF16)?, Tensor::zeros(&stream, &[7, 32, 128], DType::BF16)?);
-/// let (a_lse, b_lse) = (Tensor::zeros(&stream, &[32, 7], DType::F32)?, Tensor::zeros(&stream, &[32, 7], DType::F32)?);
-/// let mut out = Tensor::empty(&stream, &[7, 32, 128], DType::BF16)?;
+/// let part = || Tensor::zeros(&stream, &[7, 32, 128], DType::BF16);
+/// let lse = || Tensor::zeros(&stream, &[32, 7], DType::F32);
+/// let (a, a_lse, b, b_lse, mut out) = (part()?, lse()?, part()?, lse()?, part()?);
 /// let parts = [(a.view(), a_lse.view()), (b.view(), b_lse.view())];
 /// merge.run(&stream, AttentionMergeArgs::new(parts, out.view_mut()))?;
 /// # Ok(())

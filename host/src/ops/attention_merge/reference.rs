@@ -2,8 +2,8 @@
 
 use crate::ops::reference::Real;
 
-/// `out` and the logarithms: of rows of `dim` elements, a logarithm for each. `store` is the rounding of a value that is
-/// stored: the identity for the specification.
+/// `out` and the logarithms: of rows of `dim` elements, a logarithm for each. `store` is the rounding of a value that
+/// is stored: the identity for the specification.
 pub fn attention_merge<A: Real>(
     [a, b]: [&[f64]; 2],
     [a_lse, b_lse]: [&[f64]; 2],

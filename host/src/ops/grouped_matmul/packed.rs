@@ -383,8 +383,8 @@ impl Fp8 {
         let num_sms = device.profile().num_sms.max(1);
         let GroupedMatmulDims { rows, x_rows, fan_out, k, x_stride, .. } = dims;
         let of_rows = QuantiseDims { rows, x_rows, fan_out, k, x_stride, q_stride: 0 };
-        // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such, and a number of the
-        // order for each.
+        // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such, and a number of
+        // the order for each.
         let rows = unsafe { self.rows.make(stream, (x, order.into()), of_rows)? };
 
         // Sorted as they are fp8.

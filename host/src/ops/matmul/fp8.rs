@@ -153,9 +153,9 @@ impl Fp8 {
             out.into(),
             (&of_weight).into(),
         ];
-        // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout, which `variants` has
-        // looked at, and size as planned; rows of a are as the launch before has made them; the maps have the sizes of
-        // all; the blocks walk over all tiles; shared memory and clusters are the tile's.
+        // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout, which `variants`
+        // has looked at, and size as planned; rows of a are as the launch before has made them; the maps have the sizes
+        // of all; the blocks walk over all tiles; shared memory and clusters are the tile's.
         unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 }

@@ -126,12 +126,11 @@ pub enum Activations {
     /// They are multiplied as they are.
     #[default]
     AsGiven,
-    /// Where kernels multiply fp8 by fp8 (Hopper; weights with scales of blocks of 128 rows or a multiple and of 128 of k
-    /// or all, or but for experts one scale for each row; rows in pieces of 16 bytes, more of them than the weights'
-    /// bytes bound), rows may become e4m3 too,
-    /// each 128 of them by a scale of their own, `max|x| / 448`: an element then errs by up to 2^-4 of itself, or 2^-10
-    /// of that scale. That is what checkpoints with `activation_scheme: dynamic` were made for. Elsewhere, and under
-    /// [`Invariance::Batch`], they are multiplied as they are.
+    /// Where kernels multiply fp8 by fp8 (Hopper; weights with scales of blocks of 128 rows or a multiple and of 128 of
+    /// k or all, or but for experts one scale for each row; rows in pieces of 16 bytes, more of them than the weights'
+    /// bytes bound), rows may become e4m3 too, each 128 of them by a scale of their own, `max|x| / 448`: an element
+    /// then errs by up to 2^-4 of itself, or 2^-10 of that scale. That is what checkpoints with `activation_scheme:
+    /// dynamic` were made for. Elsewhere, and under [`Invariance::Batch`], they are multiplied as they are.
     Fp8,
     /// Rows become int8, each by a scale of its own, `max|x| / 127`
     /// ([`QuantizeRows`](crate::ops::matmul_i8::QuantizeRows)), and are multiplied with int8 weights
