@@ -136,7 +136,8 @@ fn run(
     check(what, &got, &want, &naive, &tolerance)?;
     if case.has_lse && tokens * heads > 0 {
         let got = swapped(&lse.read(&stream)?, [heads, tokens, 1]);
-        let sizes: Vec<f64> = want_lse.iter().map(|lse| 1.0 + lse.abs()).collect();
+        // The logarithm of a sum from 1 to 2 errs by 2^-22.
+        let sizes: Vec<f64> = want_lse.iter().map(|lse| 4.0 * (1.0 + lse.abs())).collect();
         let tolerance = Tolerance::new(DType::F32, Scale::Given(&sizes), 8);
         check(&format!("{what}, lse"), &got, &want_lse, &naive_lse, &tolerance)?;
     }

@@ -1,7 +1,8 @@
 //! Matrix products on Hopper: TMA feeds a ring of stages, warpgroups multiply from it, TMA takes the result away.
 //!
 //! A block stays on its multiprocessor and walks over tiles of `BM` × `BN`. One thread of its first warpgroup loads;
-//! the others, one or two, multiply 64 rows each, with all sums in registers.
+//! the others, one to three, multiply 64 rows each, with all sums in registers. How b comes and what is multiplied is a
+//! [`Multiplier`]'s: plain matrices ([`Plain`]), or packed weights of fp8 ([`super::fp8`]).
 //!
 //! ```text
 //! producer   wait empty[s] ── expect bytes ── load a BM × 128 B, b BN × 128 B ──► full[s]     runs up to STAGES ahead,

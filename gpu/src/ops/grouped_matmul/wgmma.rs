@@ -41,6 +41,7 @@ use cuda_std::{barrier, cp_async, fence, global, mbarrier, registers, shared, th
 use super::{null, x_number};
 use crate::matmul::epilogue::{Epilogue, PLAIN};
 use crate::matmul::fp8;
+use crate::matmul::wgmma::Stages;
 use crate::matmul::wgmma_consumers::{
     BOX_BYTES, BOX_WORDS, Place, ROW_BYTES, Ring, Rounded, multiply_stages, put_words, store_pairs,
 };
@@ -106,13 +107,6 @@ pub trait Weights<X, const SUMS: usize> {
         stages: Stages<impl Fn(u32) -> (u32, u32), impl Fn(u32) -> u32, impl Fn(u32)>,
         meanwhile: impl FnMut(),
     ) -> [f32; SUMS];
-}
-
-/// How a consumer comes by the stages: where a stage's operands lie, its barrier, and how it is given back.
-pub struct Stages<A, B, C> {
-    operands: A,
-    full: B,
-    release: C,
 }
 
 /// Weights of the type of x, in boxes of `SUMS` rows.

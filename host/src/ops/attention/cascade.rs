@@ -78,10 +78,11 @@ impl<'a> CascadeArgs<'a> {
 /// drafts]` and not `[queries, all keys]`.
 ///
 /// **Arithmetic**: that of the attentions; each part is rounded to its type, and so is what is merged. **Rows of out**
-/// that belong to no sequence are undefined. **Workspace**: both parts, `tokens · heads_q · (head_dim_v` of q's type `+
-/// 4` bytes`)` each. **Determinism**: that of the attentions. **Errors**: [`Error::Invalid`] for a window, queries that
-/// are not packed, and what [`Attention`] refuses; of a run's second attention after the first has been enqueued, which
-/// writes to the workspace alone. **Source**: Hydragen (Juravsky et al., arXiv:2402.05099).
+/// that belong to no sequence, or are beyond the planned queries of one, are undefined. **Workspace**: both parts,
+/// `tokens · heads_q · (head_dim_v` of q's type `+ 4` bytes`)` each. **Determinism**: that of the attentions.
+/// **Errors**: [`Error::Invalid`] for a window, queries that are not packed, and what [`Attention`] refuses; of a run's
+/// second attention after the first has been enqueued, which writes to the workspace alone. **Source**: Hydragen
+/// (Juravsky et al., arXiv:2402.05099).
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -163,6 +164,8 @@ impl CascadeAttention {
     pub fn run(&self, stream: &Stream, args: CascadeArgs<'_>) -> Result<(), Error> {
         let CascadeArgs { own, prefix } = args;
         let AttentionArgs { q, k, v, kv_lens, offsets, kv_scales, out, lse, scores, page_table } = own;
+        let [prefix_out, prefix_lse, own_out, own_lse] = &self.workspace.tensors;
+        stream.expect_place(OP, prefix_out.view().place())?;
         let &[1, tokens, _, _] = q.shape() else {
             let got = format!("shape {:?}", q.shape());
             return Err(Error::invalid(OP, "q", "packed queries, shape [1, tokens, heads_q, head_dim]", got));
@@ -179,7 +182,6 @@ impl CascadeAttention {
             let got = format!("{:?}", out.shape());
             return Err(Error::invalid(OP, "out", format!("shape {whole:?}"), got));
         }
-        let [prefix_out, prefix_lse, own_out, own_lse] = &self.workspace.tensors;
         let _alone = self.workspace.enter(stream)?;
         // SAFETY: of the workspace, which nobody else has entered; a launch writes what the ones before it in the same
         // stream have read. So are the other three.
