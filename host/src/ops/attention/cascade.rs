@@ -53,7 +53,7 @@ impl<'a> Prefix<'a> {
 /// The tensors of a run.
 #[derive(Debug)]
 pub struct CascadeArgs<'a> {
-    /// Of packed queries: `q` is `[1, tokens, heads_q, head_dim]` with [`Offsets::q`], every row that of a sequence.
+    /// Of packed queries: `q` is `[1, tokens, heads_q, head_dim]`, with offsets, and every row that of a sequence.
     pub own: AttentionArgs<'a>,
     /// What all of them see before.
     pub prefix: Prefix<'a>,
