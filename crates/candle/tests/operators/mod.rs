@@ -224,15 +224,13 @@ fn quantised_products_agree() -> Result<()> {
                 wide(&x).broadcast_matmul(&quantised.dequantize(&Device::Cpu)?.t()?.contiguous()?)?;
             let layer = QuantisedMatmul::from_qtensor(&quantised)?;
             assert_eq!((layer.weight().n(), layer.weight().k()), (n, k));
-            assert_close(&layer.forward(&x)?, &wanted, 1e-7 * k as f32);
-            // Many rows go by another way.
+            assert_close(&layer.forward(&x)?, &wanted, 2e-5);
+            // Many rows go by another way: on a card their weights are unpacked, which rounds them to the type.
+            let unpacked = if device().is_cpu() { DType::F32 } else { dtype };
+            let unpacked = wide(&quantised.dequantize(&Device::Cpu)?.to_dtype(unpacked)?);
             let many = drawn(17, &[70, k], dtype);
-            let wanted = wide(&many).matmul(&quantised.dequantize(&Device::Cpu)?.t()?.contiguous()?)?;
-            assert_close(
-                &layer.forward(&many)?,
-                &wanted,
-                if dtype == DType::F32 { 1e-7 * k as f32 } else { 2e-4 * k as f32 },
-            );
+            let wanted = wide(&many).matmul(&unpacked.t()?.contiguous()?)?;
+            assert_close(&layer.forward(&many)?, &wanted, if dtype == DType::F32 { 2e-5 } else { 4e-2 });
         }
         let wanted = wide(&x).broadcast_matmul(&wide(&weight).t()?.contiguous()?)?;
         // Half a step of 1 / 127 in each of the products of at most 1.
