@@ -77,13 +77,13 @@ impl<'a> AttentionMergeArgs<'a> {
 /// keys that all of them see, and how a key cache is shared out:
 /// [`CascadeAttention`](crate::ops::attention::CascadeAttention).
 ///
-/// **No keys**: a part whose logarithm is −∞, or so far below the other's that its weight is 0 (as below 2^-126 it may
-/// be), counts nothing, whatever it holds; of no keys at all the result is 0 and its logarithm −∞. **Arithmetic**: in
-/// f32, rounded once; weights err by a few units in the last place, and by the rounding of `lse_a − lse_b`, and lse by
-/// 2^-22 and a few units. A logarithm of NaN makes its row so. **Aliasing**: out and lse may not overlap the other
-/// tensors. **Determinism**: bitwise the same from run to run. **Errors**: [`Error::Invalid`] for a shape, stride, type
-/// or place that does not fit; never after work was enqueued. **Architectures**: the same kernels on all floors.
-/// **Source**: the sum of two online softmax states (Milakov and Gimelshein, arXiv:1805.02867).
+/// **No keys**: a part whose logarithm is −∞, or so far below the other's that its weight is 0, counts nothing,
+/// whatever it holds; of no keys at all the result is 0 and its logarithm −∞. **Arithmetic**: in f32, rounded once;
+/// weights err by a few units in the last place and by the rounding of `lse_a − lse_b`, lse by a few units. A logarithm
+/// of NaN makes its row so. **Aliasing**: out and lse may not overlap the other tensors. **Determinism**: bitwise the
+/// same from run to run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never
+/// after work was enqueued. **Architectures**: the same kernels on all floors. **Source**: the sum of two online
+/// softmax states (Milakov and Gimelshein, arXiv:1805.02867).
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
