@@ -14,7 +14,8 @@ use cuda_std::{global, kernel, math, thread};
 
 const LN_2: f32 = core::f32::consts::LN_2;
 
-/// e^x for x up to 0, within some units in the last place however far x is from 0, and of subnormal numbers within their last place.
+/// e^x for x up to 0, within some units in the last place however far x is from 0, and of subnormal numbers
+/// within their last place.
 #[inline(always)]
 fn power(x: f32) -> f32 {
     /// What log2(e) has beyond f32.
