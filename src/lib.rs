@@ -50,6 +50,7 @@
 //! | [`moe_permute`](ops::moe_permute) | pairs by expert |
 //! | [`moe_router`](ops::moe_router) | experts of each token |
 //! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rope and append in one pass |
+//! | [`quantize_weight`](ops::quantize_weight) | weights to int4, fp8, … |
 //! | [`rmsnorm`](ops::rmsnorm) | RMS norm, residual, gate |
 //! | [`rope`](ops::rope) | rotary embedding |
 //! | [`sampling`](ops::sampling) | each row its own: greedy, top-k, top-p, min-p, penalties, masks, log-probabilities |

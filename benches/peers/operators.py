@@ -812,6 +812,36 @@ def quantize_rows(case, shape):
     )
 
 
+def quantize_weight(case, shape):
+    """Absolute maxima by group or block, as a user of PyTorch would quantise a weight: integers alone have codes there."""
+    dtype, rows, k = DTYPES[case["dtype"]], shape["rows"], shape["k"]
+    group, block = shape["group"] or k, shape["block"]
+    largest, is_integer = {"int4": (7.5, True), "int8": (127.0, True), "e4m3": (448.0, False), "e2m1": (6.0, False)}[
+        shape["codes"]
+    ]
+
+    def scaled(x):
+        blocks = x.float().view(x.shape[0] // min(block, x.shape[0]), -1, k // group, group)
+        scale = blocks.abs().amax((1, 3), keepdim=True) / largest
+        return blocks / scale, scale
+
+    def run(x):
+        values, scale = scaled(x)
+        if is_integer:
+            return values.round().clamp(-8 if largest < 8 else -127, 7 if largest < 8 else 127).to(torch.int8), scale
+        return values.to(torch.float8_e4m3fn), scale
+
+    def expected(x):
+        return run(x)[0].float().reshape(rows, k)[0]
+
+    return Operator(
+        lambda generator: [normal(generator, rows, k, dtype=dtype)],
+        expected,
+        both(run, "torch eager"),
+        sample=lambda result: result[0].float().reshape(rows, k)[0],
+    )
+
+
 def qk_norm_rope(case, shape):
     dtype, eps, tokens, dim = DTYPES[case["dtype"]], shape["eps"], shape["tokens"], shape["head_dim"]
     heads = [shape["heads_q"], shape["heads_kv"], shape["heads_kv"]]
@@ -1077,6 +1107,7 @@ OPERATORS = {
         moe_router,
         qk_norm_rope,
         quantize_rows,
+        quantize_weight,
         rmsnorm,
         rope,
         sampling,

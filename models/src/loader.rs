@@ -1,6 +1,7 @@
 //! Where modules get their weights from.
 
 mod experts;
+mod on_card;
 mod packed;
 
 use std::collections::HashSet;
@@ -13,6 +14,8 @@ use super::layers::ProjectionWeight;
 use super::part::{Cut, Part};
 use super::weights::MAX_PROBLEMS;
 use super::{ModelError, TensorProblem};
+use on_card::Order;
+
 use host::weight::{GateUp, Layout, Part as WeightPart, Scheme, Stack, Weight, WeightSource};
 use host::{Constant, Error, Stream, Tensor};
 
@@ -296,6 +299,9 @@ impl<'a> Loader<'a> {
             let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
+        if let Some(weight) = self.quantised_by_card(parts, cols, Order::Above)? {
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
         let Some(sources) = self.packable(parts, cols, self.quantise)? else {
             return Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?));
         };
@@ -338,6 +344,9 @@ impl<'a> Loader<'a> {
         {
             let layout = GateUp::layout_of(layout);
             let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
+        if let Some(weight) = self.quantised_by_card(parts, cols, Order::InTurn)? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         let sources = self.packable(parts, cols, self.quantise)?;
@@ -397,6 +406,11 @@ impl<'a> Loader<'a> {
         let names: Vec<Vec<String>> =
             if is_fused { vec![vec![fused.to_owned()]] } else { (0..experts.of).map(parts).collect() };
         names.iter().flatten().for_each(|name| self.note_projection([name].into_iter()));
+        if shape.iter().product::<usize>() > 0
+            && let Some(weight) = self.experts_by_card((&names, is_fused), experts, [rows, cols])?
+        {
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
         if let Source::Checkpoint(checkpoint) = self.source
             && self.quantise != Quantise::Dense
             && shape.iter().product::<usize>() > 0

@@ -9,6 +9,7 @@ mod golden;
 mod group;
 mod images;
 mod published;
+mod quantising;
 mod sampling;
 mod saving;
 mod session;

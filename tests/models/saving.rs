@@ -15,7 +15,7 @@ use super::*;
 /// The small models' columns are no multiples of 128.
 const INT4: Scheme = Scheme { group: 32, ..Scheme::INT4 };
 
-const SCHEMES: [(&str, Scheme); 8] = [
+pub(super) const SCHEMES: [(&str, Scheme); 8] = [
     ("int8", Scheme::INT8),
     ("int4", INT4),
     ("int4 with zero points", Scheme { asymmetric: true, scale: ScaleType::F16, ..INT4 }),

@@ -91,6 +91,22 @@ impl Codes {
         }
     }
 
+    /// The largest magnitude that they stand for. Quantisers put the largest value of a group on it; of 4-bit integers
+    /// that is between two codes, so that neither end of their range is wasted.
+    pub const fn largest(self) -> f32 {
+        match self {
+            Codes::Int4 => 7.5,
+            Codes::Int8 => 127.0,
+            Codes::E2m1 => 6.0,
+            Codes::E4m3 => 448.0,
+        }
+    }
+
+    /// The largest code of an integer.
+    pub const fn most(self) -> u8 {
+        if self.bits() == 4 { 15 } else { 255 }
+    }
+
     /// The name in entry points and messages.
     pub const fn name(self) -> &'static str {
         match self {

@@ -24,6 +24,9 @@ use crate::tensor_map::{Axis, Swizzle, TensorMap, Tiled};
 pub use abi::weight::{Codes, Layout, ScaleType};
 pub use quantise::{QuantErrors, Quantised, Scheme};
 
+pub(crate) use cpu::number;
+pub(crate) use pack::stored_bits;
+
 const OP: &str = "Weight::pack";
 
 /// A quantised matrix `[n, k]` in any form, to be packed: what a file holds, or a quantiser makes.
@@ -389,7 +392,7 @@ impl fmt::Debug for Weight {
 
 /// How many numbers of each kind a weight has.
 #[derive(Clone, Copy, Debug)]
-struct Counts {
+pub(crate) struct Counts {
     row_blocks: usize,
     tiles: usize,
     stretches: usize,
@@ -398,7 +401,7 @@ struct Counts {
 }
 
 impl Counts {
-    fn new(layout: &Layout, n: usize, k: usize) -> Self {
+    pub(crate) fn new(layout: &Layout, n: usize, k: usize) -> Self {
         let tiles = k.div_ceil(TILE_K as usize);
         let group = if layout.group == 0 { usize::MAX } else { layout.group as usize };
         let wide = group >= TILE_K as usize;
@@ -412,18 +415,33 @@ impl Counts {
     }
 
     /// Bytes of the codes.
-    fn codes(&self, layout: &Layout) -> Option<usize> {
+    pub(crate) fn codes(&self, layout: &Layout) -> Option<usize> {
         self.row_blocks.checked_mul(self.tiles)?.checked_mul(layout.codes.tile_bytes() as usize)
     }
 
     /// Scales.
-    fn scales(&self, layout: &Layout) -> Option<usize> {
+    pub(crate) fn scales(&self, layout: &Layout) -> Option<usize> {
         if layout.rows > 1 {
             self.row_blocks
                 .div_ceil((layout.rows / TILE_ROWS) as usize)
                 .checked_mul(BLOCK_SCALES as usize * self.stretches)
         } else {
             self.row_blocks.checked_mul(self.stretches)?.checked_mul(self.per_stretch * TILE_ROWS as usize)
+        }
+    }
+
+    /// What kernels are told of it, with a global scale of 1.
+    pub(crate) fn dims(&self, layout: &Layout) -> WeightDims {
+        let Layout { group, rows, .. } = *layout;
+        WeightDims {
+            tiles: self.tiles as u32,
+            stretches: self.stretches as u32,
+            group_log2: if group == 0 { 31 } else { (group / 16).ilog2() },
+            rows_log2: if rows > 1 { rows.ilog2() } else { 0 },
+            scale: layout.stored_scale() as u32,
+            global: 1.0,
+            row_blocks: self.row_blocks as u32,
+            first_block: 0,
         }
     }
 }
@@ -462,6 +480,25 @@ impl Weight {
         seed: u64,
     ) -> Result<Self, Error> {
         pack::random(stream, &layout, experts, size, seed)
+    }
+
+    /// Room for a weight that is to be made on its device, with this global scale.
+    ///
+    /// **Errors**: as [`Weight::pack`].
+    pub(crate) fn unmade(
+        stream: &Stream,
+        layout: Layout,
+        experts: usize,
+        size: [usize; 2],
+        global: f32,
+    ) -> Result<Self, Error> {
+        pack::check_experts(&layout, experts, size)?;
+        Ok(Weight { globals: vec![global; experts], ..pack::empty(stream, &layout, experts, size)? })
+    }
+
+    /// Codes, scales and zero points, to be made.
+    pub(crate) fn unmade_parts(&mut self) -> (&mut Tensor, &mut Tensor, Option<&mut Tensor>) {
+        (&mut self.codes, &mut self.scales, self.zeros.as_mut())
     }
 
     /// What it is.
@@ -513,18 +550,7 @@ impl Weight {
 
     /// What kernels are told of it.
     pub(crate) fn dims(&self) -> WeightDims {
-        let counts = self.counts();
-        let Layout { group, rows, .. } = self.layout;
-        WeightDims {
-            tiles: counts.tiles as u32,
-            stretches: counts.stretches as u32,
-            group_log2: if group == 0 { 31 } else { (group / 16).ilog2() },
-            rows_log2: if rows > 1 { rows.ilog2() } else { 0 },
-            scale: self.layout.stored_scale() as u32,
-            global: self.globals[0],
-            row_blocks: counts.row_blocks as u32,
-            first_block: 0,
-        }
+        WeightDims { global: self.globals[0], ..self.counts().dims(&self.layout) }
     }
 
     /// The addresses of its parts, in the order of the kernels' parameters.

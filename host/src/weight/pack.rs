@@ -23,16 +23,7 @@ pub(super) fn pack<S: WeightSource>(
     }
     let first = source(0)?;
     let (layout, [n, k]) = (first.layout(), first.size());
-    if let Some(problem) = layout.problem() {
-        return Err(Error::invalid(OP, "layout", problem, format!("{layout:?}")));
-    }
-    for (name, size) in [("n", n), ("k", k), ("experts", experts)] {
-        check_size(OP, "source", name, size)?;
-    }
-    if layout.rows > 1 && experts > 1 && !n.is_multiple_of(layout.rows as usize) {
-        let expected = format!("experts of whole blocks of {} rows", layout.rows);
-        return Err(Error::invalid(OP, "source", expected, format!("{n} rows")));
-    }
+    check_experts(&layout, experts, [n, k])?;
     let mut weight = empty(stream, &layout, experts, [n, k])?;
     let counts = weight.counts();
     let mut at = Offsets::default();
@@ -68,6 +59,24 @@ pub(super) fn pack<S: WeightSource>(
     }
     stream.synchronize()?;
     Ok(weight)
+}
+
+/// **Errors**: [`Error::Invalid`] unless there are experts, kernels take the layout, and experts are whole blocks.
+pub(super) fn check_experts(layout: &Layout, experts: usize, [n, k]: [usize; 2]) -> Result<(), Error> {
+    if experts == 0 {
+        return Err(Error::invalid(OP, "experts", "at least one", "none"));
+    }
+    if let Some(problem) = layout.problem() {
+        return Err(Error::invalid(OP, "layout", problem, format!("{layout:?}")));
+    }
+    for (name, size) in [("n", n), ("k", k), ("experts", experts)] {
+        check_size(OP, "source", name, size)?;
+    }
+    if layout.rows > 1 && experts > 1 && !n.is_multiple_of(layout.rows as usize) {
+        let expected = format!("experts of whole blocks of {} rows", layout.rows);
+        return Err(Error::invalid(OP, "source", expected, format!("{n} rows")));
+    }
+    Ok(())
 }
 
 /// A weight of this size, of which nothing is there yet.
@@ -126,15 +135,7 @@ pub(super) fn random(
             Codes::E4m3 => 116.0,
         }
     }
-    if experts == 0 {
-        return Err(Error::invalid(OP, "experts", "at least one", "none"));
-    }
-    if let Some(problem) = layout.problem() {
-        return Err(Error::invalid(OP, "layout", problem, format!("{layout:?}")));
-    }
-    for (name, size) in [("n", n), ("k", k)] {
-        check_size(OP, "source", name, size)?;
-    }
+    check_experts(layout, experts, [n, k])?;
     let scale = 0.02 / spread(layout.codes);
     let global = if layout.scale == ScaleType::E4m3 { scale } else { 1.0 };
     let mut weight = empty(stream, layout, experts, [n, k])?;
@@ -315,7 +316,7 @@ fn row_block(
 }
 
 /// The bits of a scale or minimum as they are stored.
-fn stored_bits(layout: &Layout, bits: u32, global: f32) -> u32 {
+pub(crate) fn stored_bits(layout: &Layout, bits: u32, global: f32) -> u32 {
     if layout.is_wide() { number(layout.scale, &bits.to_le_bytes(), global).to_bits() } else { bits }
 }
 

@@ -1,5 +1,6 @@
 //! From plain matrices to quantised ones: round to nearest, by scales from the largest or almost largest values.
 
+use abi::ops::quantize_weight::{covered_rank, e2m1_code, e8m0_scale, integer_code, zero_point};
 use abi::weight::{Codes, Layout, ScaleType};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -65,13 +66,55 @@ impl Scheme {
         Layout { codes, group, rows, scale, zeros: asymmetric, minimums: false }
     }
 
-    /// The largest magnitude of a code.
-    fn largest(&self) -> f32 {
+    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, or a scale type that is no scheme's.
+    pub(crate) fn check(&self, op: &'static str) -> Result<(), Error> {
+        let invalid = |expected| Err(Error::invalid(op, "scheme", expected, format!("{self:?}")));
+        match self.layout().problem() {
+            Some(problem) => invalid(problem),
+            None if self.scale.has_supers() => invalid("scales without super scales"),
+            None if self.percentile.is_nan() => invalid("a percentile that is a number"),
+            None => Ok(()),
+        }
+    }
+
+    /// What scales of [`ScaleType::E4m3`] are multiplied by, for a matrix whose largest magnitude this is; for others
+    /// 1. Matrices that are to be one weight have one: that of the larger.
+    pub fn global_of(&self, largest: f32) -> f32 {
+        if self.scale == ScaleType::E4m3 && largest > 0.0 {
+            largest / (F8E4M3::MAX * self.codes.largest())
+        } else {
+            1.0
+        }
+    }
+
+    /// The scale of a range, as bits of the scheme's type, and its zero point.
+    pub(crate) fn scale_of(&self, [low, high]: [f32; 2], global: f32) -> (u32, u8) {
+        let (magnitude, most) = (high.max(-low), self.codes.most());
+        let wanted = match self.asymmetric {
+            true => (high - low) / f32::from(most),
+            false => magnitude / self.codes.largest(),
+        };
+        let bits = match self.scale {
+            ScaleType::F16 => f16::from_f32(wanted).to_bits().into(),
+            ScaleType::Bf16 => bf16::from_f32(wanted).to_bits().into(),
+            ScaleType::E8m0 => e8m0_scale(magnitude, self.codes).into(),
+            ScaleType::E4m3 => F8E4M3::from_f32(wanted / global).0.into(),
+            _ => wanted.to_bits(),
+        };
+        let zero = match self.asymmetric {
+            true => zero_point(low, number(self.scale, &bits.to_le_bytes(), global), most),
+            false => self.codes.zero(),
+        };
+        (bits, zero)
+    }
+
+    /// The code of a value, by its group's scale and zero point.
+    pub(crate) fn code_of(&self, value: f32, (scale, zero): (f32, u8)) -> u8 {
+        let scaled = if scale > 0.0 { value / scale } else { 0.0 };
         match self.codes {
-            Codes::Int4 => 7.5,
-            Codes::Int8 => 127.0,
-            Codes::E2m1 => 6.0,
-            Codes::E4m3 => 448.0,
+            Codes::Int4 | Codes::Int8 => integer_code(scaled, zero, self.codes.most()),
+            Codes::E2m1 => e2m1_code(scaled),
+            Codes::E4m3 => F8E4M3::from_f32(scaled).0,
         }
     }
 }
@@ -117,13 +160,7 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
         rows: R,
         global: Option<f32>,
     ) -> Result<Self, Error> {
-        let layout = scheme.layout();
-        if let Some(problem) = layout.problem() {
-            return Err(Error::invalid(OP, "scheme", problem, format!("{scheme:?}")));
-        }
-        if layout.scale.has_supers() {
-            return Err(Error::invalid(OP, "scheme", "scales without super scales", format!("{scheme:?}")));
-        }
+        scheme.check(OP)?;
         let [n, k] = size;
         let mut quantised =
             Quantised { rows, size, scheme, scales: Vec::new(), zeros: Vec::new(), global: 1.0 };
@@ -154,24 +191,13 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
             })
             .collect();
         let magnitude = |[low, high]: [f32; 2]| high.max(-low);
-        if scheme.scale == ScaleType::E4m3 {
-            let all = blocks.iter().copied().map(magnitude).fold(0.0, f32::max);
-            let own = if all > 0.0 { all / (448.0 * scheme.largest()) } else { 1.0 };
-            quantised.global = global.unwrap_or(own);
-        }
+        let all = blocks.iter().copied().map(magnitude).fold(0.0, f32::max);
+        quantised.global = global.unwrap_or_else(|| scheme.global_of(all));
         for range in blocks {
-            let wanted = if scheme.asymmetric {
-                (range[1] - range[0]) / if scheme.codes == Codes::Int4 { 15.0 } else { 255.0 }
-            } else {
-                magnitude(range) / scheme.largest()
-            };
-            let bits = quantised.stored(wanted);
+            let (bits, zero) = scheme.scale_of(range, quantised.global);
             quantised.scales.push(bits);
             if scheme.asymmetric {
-                let scale = number(scheme.scale, &bits.to_le_bytes(), quantised.global);
-                let most = if scheme.codes == Codes::Int4 { 15.0 } else { 255.0 };
-                let zero = if scale > 0.0 { (-range[0] / scale).round().clamp(0.0, most) } else { 0.0 };
-                quantised.zeros.push(zero as u8);
+                quantised.zeros.push(zero);
             }
         }
         Ok(quantised)
@@ -183,26 +209,6 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
 
     fn index(&self, row: usize, group: usize) -> usize {
         row / self.scheme.rows as usize * self.groups() + group
-    }
-
-    /// A scale as it is stored.
-    fn stored(&self, scale: f32) -> u32 {
-        match self.scheme.scale {
-            ScaleType::F16 => f16::from_f32(scale).to_bits().into(),
-            ScaleType::Bf16 => bf16::from_f32(scale).to_bits().into(),
-            // The power of two of the largest value's own over that of the largest code.
-            ScaleType::E8m0 => {
-                let amax = scale * self.scheme.largest();
-                let exponent = if amax > 0.0 {
-                    amax.log2().floor() - self.scheme.largest().log2().floor()
-                } else {
-                    -127.0
-                };
-                (exponent.clamp(-127.0, 127.0) + 127.0) as u32
-            }
-            ScaleType::E4m3 => F8E4M3::from_f32(scale / self.global).0.into(),
-            _ => scale.to_bits(),
-        }
     }
 
     /// The value of a code.
@@ -279,25 +285,11 @@ fn range(group: &[f32], scheme: &Scheme) -> [f32; 2] {
     }
     if scheme.percentile < 1.0 && !scheme.asymmetric {
         let mut magnitudes: Vec<f32> = group.iter().map(|value| value.abs()).collect();
-        let last = magnitudes.len().saturating_sub(1);
-        let at = ((last as f32 * scheme.percentile.max(0.0)).round() as usize).min(last);
+        let at = covered_rank(magnitudes.len().max(1) as u32, scheme.percentile) as usize;
         let (_, covered, _) = magnitudes.select_nth_unstable_by(at, f32::total_cmp);
         return [-*covered, *covered];
     }
     group.iter().fold([0.0, 0.0], |[low, high], &value| [low.min(value), high.max(value)])
-}
-
-/// The nearest fp4, ties to the even code.
-fn nearest_e2m1(value: f32) -> u8 {
-    // Halfway between neighbouring codes.
-    const BOUNDS: [f32; 7] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
-    let magnitude = value.abs();
-    let code = BOUNDS
-        .iter()
-        .enumerate()
-        .filter(|&(code, &bound)| magnitude > bound || (magnitude == bound && code % 2 == 1))
-        .count() as u8;
-    code | if value.is_sign_negative() { 8 } else { 0 }
 }
 
 impl<R: Fn(usize, &mut [f32]) + Sync> WeightSource for Quantised<R> {
@@ -316,15 +308,8 @@ impl<R: Fn(usize, &mut [f32]) + Sync> WeightSource for Quantised<R> {
         for (col, (code, value)) in std::iter::zip(codes, values).enumerate() {
             let index = self.index(row, col / width);
             let scale = number(self.scheme.scale, &self.scales[index].to_le_bytes(), self.global);
-            let scaled = if scale > 0.0 { value / scale } else { 0.0 };
             let zero = self.zeros.get(index).copied().unwrap_or(self.scheme.codes.zero());
-            let integer = |most: f32| (scaled.round_ties_even() + f32::from(zero)).clamp(0.0, most) as u8;
-            *code = match self.scheme.codes {
-                Codes::Int4 => integer(15.0),
-                Codes::Int8 => integer(255.0),
-                Codes::E2m1 => nearest_e2m1(scaled),
-                Codes::E4m3 => F8E4M3::from_f32(scaled.clamp(-448.0, 448.0)).0,
-            };
+            *code = self.scheme.code_of(value, (scale, zero));
         }
     }
 
@@ -449,14 +434,5 @@ mod tests {
         refused(Scheme::INT4, |_, values| values[3] = f32::NAN, "finite values");
         let unknown = "int3".parse::<Scheme>().err().map(|error| error.to_string());
         assert!(unknown.is_some_and(|error| error.contains("int4")));
-    }
-
-    #[test]
-    fn fp4_rounds_to_nearest_even() {
-        for (value, code) in
-            [(0.25, 0), (0.26, 1), (0.75, 2), (2.5, 4), (3.5, 6), (5.0, 6), (5.1, 7), (9.0, 7), (-1.0, 10)]
-        {
-            assert_eq!(nearest_e2m1(value), code, "{value}");
-        }
     }
 }

@@ -4,7 +4,7 @@ use super::{Loader, Quantise, can_be_cut, part_of, tell};
 use crate::TensorProblem;
 use crate::checkpoint::{Checkpoint, Data, Stored};
 use crate::part::Cut;
-use crate::quant::Packable;
+use crate::quant::{Packable, of_tensor};
 use host::Error;
 use host::weight::{Layout, Quantised, RowScales, ScaleType, Stack, Weight, WeightSource};
 
@@ -78,7 +78,7 @@ impl<'a> Places<'a, '_> {
         let source: Source<'a> = match self.quantise.scheme(&data) {
             Some(scheme) => {
                 let read = move |row: usize, values: &mut [f32]| data.floats(first + row, values);
-                Box::new(Quantised::new(self.size, scheme, read)?)
+                Box::new(Quantised::new(self.size, scheme, read).map_err(of_tensor(name))?)
             }
             None => {
                 let source = self.packable(data, first);

@@ -7,7 +7,7 @@ use crate::TensorProblem;
 use crate::checkpoint::{Data, Stored};
 use crate::layers::ProjectionWeight;
 use crate::part::Cut;
-use crate::quant::Packable;
+use crate::quant::{Packable, of_tensor};
 use host::weight::{Codes, Layout, Quantised, ScaleType, Weight, WeightSource};
 use host::{Constant, Error, Tensor};
 
@@ -30,7 +30,8 @@ impl<'a> Loader<'a> {
                 let own = |(name, rows): &(String, Cut)| {
                     let Stored { data, .. } = stored(name, rows)?;
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
-                    Ok::<_, Error>(Quantised::new([rows.of, cols.of], scheme, read)?.global())
+                    let own = Quantised::new([rows.of, cols.of], scheme, read).map_err(of_tensor(name))?;
+                    Ok::<_, Error>(own.global())
                 };
                 // One factor for all of them, so that they are one product.
                 let globals = parts.iter().map(own).collect::<Result<Vec<f32>, _>>()?;
@@ -48,7 +49,10 @@ impl<'a> Loader<'a> {
             let source: Box<dyn WeightSource + 'a> = match (quantise.scheme(&data), data) {
                 (Some(scheme), data) => {
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
-                    Box::new(Quantised::with_global([rows.of, cols.of], scheme, read, global)?)
+                    Box::new(
+                        Quantised::with_global([rows.of, cols.of], scheme, read, global)
+                            .map_err(of_tensor(name))?,
+                    )
                 }
                 (None, Data::Quantised(matrix)) => {
                     let Some(source) = Packable::new(matrix) else { return Ok(None) };

@@ -21,8 +21,18 @@ pub(super) use ggml::E2M1;
 pub(super) use levels::{Factor, Scales, Zeros};
 pub(crate) use pack::Packable;
 
-use host::F8E4M3;
 use host::weight::{ScaleType, WeightSource};
+use host::{Error, F8E4M3};
+
+/// Says of what tensor an error is that has come of its values.
+pub(crate) fn of_tensor(name: &str) -> impl Fn(Error) -> Error {
+    move |error| match error {
+        Error::Invalid { op, argument, expected, got } => {
+            Error::Invalid { op, argument, expected, got: format!("{got} of {name}") }
+        }
+        error => error,
+    }
+}
 
 /// What a code stands for before it is scaled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -20,7 +20,7 @@ use crate::loader::{LoadProgress, Progress, tell};
 use crate::weights::{DTYPES, Weights};
 use crate::{Checkpoint, ModelError};
 
-use super::RawTensor;
+use super::{RawTensor, of_tensor};
 
 const OP: &str = "save_quantised";
 /// What tensors of modules are called.
@@ -557,11 +557,5 @@ fn quantise<'a>(
     let (Some(&(_, dtype)), &[n, k]) = (dtype, tensor.shape) else { return Ok(None) };
     let data = Data::Dense { dtype, bytes: tensor.bytes };
     let rows: Rows<'a> = Box::new(move |row, values| data.floats(row, values));
-    let named = |error| match error {
-        Error::Invalid { op, argument, expected, got } => {
-            Error::Invalid { op, argument, expected, got: format!("{got} of {}", tensor.name) }
-        }
-        error => error,
-    };
-    Quantised::with_global([n, k], *scheme, rows, global).map(Some).map_err(named)
+    Quantised::with_global([n, k], *scheme, rows, global).map(Some).map_err(of_tensor(tensor.name))
 }

@@ -43,6 +43,7 @@ macro_rules! for_each_operator {
             moe_permute "moe_permute" [VARIANTS];
             moe_router "moe_router" [VARIANTS];
             qk_norm_rope "qk_norm_rope" [VARIANTS];
+            quantize_weight "quantize_weight" [VARIANTS SCALES_VARIANTS];
             rmsnorm "rmsnorm" [VARIANTS];
             rope "rope" [VARIANTS];
             sampling "sampling" [VARIANTS EDIT_VARIANTS LOGPROBS_VARIANTS];

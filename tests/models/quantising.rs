@@ -1,0 +1,88 @@
+//! Weights that a card quantises as they are loaded.
+
+use testkit::golden;
+use warpforge::models::{Checkpoint, FeedForward, Mixer, ProjectionWeight, Quantise};
+use warpforge::weight::{ScaleType, Scheme};
+
+use super::saving::SCHEMES;
+use super::*;
+
+/// The bytes of every packed weight of a model's layers.
+fn packed(model: &Model) -> Result<Vec<Vec<i8>>, warpforge::Error> {
+    let mut weights: Vec<&ProjectionWeight> = Vec::new();
+    for layer in &model.decoder().layers {
+        match &layer.mixer {
+            Mixer::Attention(attention) => weights.extend([&attention.qkv.weight, &attention.o.weight]),
+            Mixer::DeltaNet(net) => weights.push(&net.out.weight),
+            Mixer::Latent(latent) => {
+                weights.extend([&latent.a.weight, &latent.q_b.weight, &latent.o.weight]);
+            }
+            other => panic!("{other:?}"),
+        }
+        match &layer.feed_forward {
+            FeedForward::Mlp(mlp) => weights.extend([&mlp.gate_up.weight, &mlp.down.weight]),
+            FeedForward::Moe(moe) => {
+                weights.extend([&moe.gate_up, &moe.down]);
+                let shared = moe.shared.iter().flat_map(|mlp| [&mlp.gate_up.weight, &mlp.down.weight]);
+                weights.extend(shared);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let parts = weights.into_iter().flat_map(|weight| match weight {
+        ProjectionWeight::Packed(parts) => &parts[..],
+        _ => &[],
+    });
+    let stream = model.device().stream()?;
+    parts.flat_map(|weight| weight.parts()).flatten().map(|part| part.to_vec::<i8>(&stream)).collect()
+}
+
+/// What a card quantises is what the host does, bit for bit, and it is the card that does it.
+#[test]
+fn a_card_quantises_as_the_host_does() -> Outcome {
+    for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+        let checkpoint = Checkpoint::open(&golden::folder(name))?;
+        for (title, scheme) in SCHEMES {
+            let load = |device: &Device| -> Result<Vec<Vec<i8>>, warpforge::Error> {
+                let model =
+                    Model::quantised(device, &checkpoint, DType::F32, Quantise::By(scheme), &mut |_| {})?;
+                packed(&model)
+            };
+            let want = load(&Device::cpu())?;
+            assert!(!want.is_empty(), "{name}, {title}");
+            let simulated = Arc::new(Card::new(Arch::Sm80));
+            assert!(load(&Device::simulated(simulated.clone())?)? == want, "{name}, {title}");
+            // The factor of fp8 scales is of the whole matrix.
+            let is_own = simulated.launched().iter().any(|entry| entry.starts_with("quantize_weight"));
+            assert_eq!(is_own, scheme.scale != ScaleType::E4m3, "{name}, {title}");
+            for card in cards() {
+                assert!(load(&card)? == want, "{name}, {title}, {card:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A value that is not finite is reported with the tensor's name, by a card and by the host.
+#[test]
+fn values_that_are_not_finite_are_named() -> Outcome {
+    let folder = golden::folder("qwen3");
+    let place = tempfile::tempdir()?;
+    std::fs::copy(folder.join("config.json"), place.path().join("config.json"))?;
+    let mut bytes = std::fs::read(folder.join("model.safetensors"))?;
+    let name = "model.layers.0.mlp.down_proj.weight";
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into()?) as usize;
+    let described: serde_json::Value = serde_json::from_slice(&bytes[8..header])?;
+    let start = described[name]["data_offsets"][0].as_u64().ok_or("an offset")? as usize + header;
+    // A NaN in bf16 as in f32.
+    bytes[start..start + 4].fill(0xff);
+    std::fs::write(place.path().join("model.safetensors"), bytes)?;
+    let checkpoint = Checkpoint::open(place.path())?;
+    for device in [Device::cpu(), Device::simulated(Arc::new(Card::new(Arch::Sm80)))?] {
+        let quantise = Quantise::By(Scheme::INT8);
+        let error = Model::quantised(&device, &checkpoint, DType::F32, quantise, &mut |_| {});
+        let message = error.err().ok_or("an error")?.to_string();
+        assert!(message.contains("finite values") && message.contains(name), "{device:?}: {message}");
+    }
+    Ok(())
+}
