@@ -189,7 +189,7 @@ impl Quantizer {
 
 impl Weight {
     /// Quantises a matrix `[n, k]`, or one for each expert, `[experts, n, k]`, by a scheme: the same bits as
-    /// [`Weight::pack`] of [`Quantised`](crate::weight::Quantised), where the matrix is. Waits until the weight is there.
+    /// [`Weight::pack`] of [`Quantised`](crate::weight::Quantised), where the matrix is. Waits until it is there.
     ///
     /// **Errors**: [`Error::Invalid`] for a scheme that kernels cannot take, a shape that is none of these, or values
     /// that are not finite; [`Error::OutOfMemory`]; [`Error::Driver`].
