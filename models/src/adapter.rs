@@ -43,10 +43,23 @@ const HARMLESS: &[&str] = &[
 /// `[out, r]`, and `scale = lora_alpha / r`, or `lora_alpha / √r` with `use_rslora`.
 ///
 /// **Files**: `adapter_config.json` and `adapter_model.safetensors`, as PEFT's `save_pretrained` writes them, in f32,
-/// f16 or bf16. **Modules**: `q_proj`, `k_proj`, `v_proj` and `o_proj` of softmax attention, `gate_proj`, `up_proj`
-/// and `down_proj` of gated MLPs, in any of the layers. **Not implemented**, and refused by name: DoRA, biases,
-/// `modules_to_save`, `rank_pattern`, `alpha_pattern`, initialisations that change the base model (PiSSA, OLoRA,
-/// CorDA, LoftQ), and every other key that asks for something.
+/// f16 or bf16. **Not implemented**, and refused by name: DoRA, biases, `modules_to_save`, `rank_pattern`,
+/// `alpha_pattern`, initialisations that change the base model (PiSSA, OLoRA, CorDA, LoftQ), and every other key that
+/// asks for something.
+///
+/// **Modules** of a [`Batch`](crate::Batch), in any of the layers:
+///
+/// | part | modules |
+/// |---|---|
+/// | softmax attention | `q_proj`, `k_proj`, `v_proj`, `o_proj` |
+/// | delta nets | `in_proj_qkvz`, `in_proj_ba`, `out_proj` |
+/// | latent attention | `q_a_proj`, `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`, `o_proj` |
+/// | gated MLPs, shared experts | `gate_proj`, `up_proj`, `down_proj` |
+///
+/// Others are refused by name: latent attention's `kv_b_proj`, which is absorbed into the queries and results of all
+/// sequences alike, routed experts and routers. What is added to the weights as they are loaded
+/// ([`Checkpoint::with_adapter`](crate::Checkpoint::with_adapter)) may be of any linear layer whose weight the
+/// checkpoint has as a tensor of its own.
 #[derive(Debug)]
 pub struct Adapter {
     dir: PathBuf,
@@ -111,7 +124,7 @@ impl Adapter {
     pub(super) fn check_modules(&self, tensors: &[(String, Vec<usize>)]) -> Result<(), ModelError> {
         let matrices = tensors.iter().filter(|(_, shape)| shape.len() == 2);
         let modules = matrices.filter_map(|(name, _)| name.strip_suffix(".weight"));
-        check_used(&[self], &[modules.flat_map(names).collect()])
+        check_used(&[self], &[modules.flat_map(names).collect()], &[])
     }
 
     fn unusable(&self, count: usize, problems: Vec<TensorProblem>) -> ModelError {
@@ -328,8 +341,18 @@ impl Modules {
     }
 }
 
+/// What is not used may be of modules whose names begin as `others` has it, which says what they are.
+///
 /// **Errors**: [`ModelError::Tensors`] if an adapter has tensors that no projection of the model has taken.
-pub(super) fn check_used(adapters: &[&Adapter], used: &[BTreeSet<String>]) -> Result<(), ModelError> {
+pub(super) fn check_used(
+    adapters: &[&Adapter],
+    used: &[BTreeSet<String>],
+    others: &[(String, &str)],
+) -> Result<(), ModelError> {
+    let what = |name: &str| {
+        let module = name.strip_prefix(PREFIX)?;
+        others.iter().find(|(begin, _)| module.starts_with(begin)).map(|&(_, what)| what)
+    };
     for (adapter, used) in std::iter::zip(adapters, used) {
         let left: Vec<&str> = adapter.weights.names().filter(|name| !used.contains(*name)).collect();
         if left.is_empty() {
@@ -338,7 +361,7 @@ pub(super) fn check_used(adapters: &[&Adapter], used: &[BTreeSet<String>]) -> Re
         let problem = |name: &&str| TensorProblem::Unfit {
             name: (*name).into(),
             expected: "lora_A or lora_B of a linear layer that adapters can change".into(),
-            got: "one of a part that they cannot, or that the model has not".into(),
+            got: what(name).unwrap_or("one of a part that they cannot, or that the model has not").into(),
         };
         return Err(adapter.unusable(left.len(), left.iter().take(MAX_PROBLEMS).map(problem).collect()));
     }

@@ -14,6 +14,7 @@ use safetensors::Dtype;
 use super::adapter::Added;
 use super::config::{MAX_CONFIG_BYTES, QuantConfig, Scheme, read_json};
 use super::gguf::{Gguf, Named};
+use super::loader::ListedExperts;
 use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
 use super::{Adapter, Model, ModelConfig, ModelError, Quantise, TensorProblem, Weights};
@@ -216,6 +217,21 @@ impl Checkpoint {
             projections.extend(product.iter().map(|name| (name.clone(), product.clone())));
         }
         Ok(projections)
+    }
+
+    /// The matrices of experts that the model may have in one tensor, all by the names that files have for them; those
+    /// alone that are tensors as a whole.
+    pub(super) fn fused_experts(&self) -> Result<Vec<ListedExperts>, Error> {
+        let Source::Safetensors { names, .. } = &self.source else { return Ok(Vec::new()) };
+        let whole = |name: &String| match names.place(name) {
+            (name, None) => Some(name.into_owned()),
+            _ => None,
+        };
+        let in_files = |ListedExperts { fused, shape, parts }: ListedExperts| {
+            let parts = parts.iter().map(|parts| parts.iter().map(whole).collect()).collect::<Option<_>>()?;
+            Some(ListedExperts { fused: whole(&fused)?, shape, parts })
+        };
+        Ok(Model::listed(&self.config)?.experts.into_iter().filter_map(in_files).collect())
     }
 
     /// How many neighbouring columns and rows of its projections may not be parted from each other, where it has them

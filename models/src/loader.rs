@@ -111,10 +111,7 @@ enum Source<'a> {
     Check(&'a Checkpoint, Problems),
     Checkpoint(&'a Checkpoint),
     /// Notes names and shapes, and hands out empty tensors.
-    List {
-        tensors: Vec<(String, Vec<usize>)>,
-        projections: Vec<Vec<String>>,
-    },
+    List(Listed),
     /// A block of random elements, which all tensors are made of.
     Random {
         block: Tensor,
@@ -129,6 +126,18 @@ pub(super) struct Listed {
     pub(super) tensors: Vec<(String, Vec<usize>)>,
     /// Names of the projections and experts; those together that are one product.
     pub(super) projections: Vec<Vec<String>>,
+    /// Those of experts again, with the tensors that they may be in together.
+    pub(super) experts: Vec<ListedExperts>,
+}
+
+/// Matrices of a mixture's experts, which a checkpoint has one by one or in one tensor.
+pub(super) struct ListedExperts {
+    /// The name of that tensor.
+    pub(super) fused: String,
+    /// And its shape, `[experts, rows, cols]`.
+    pub(super) shape: [usize; 3],
+    /// The names of the others: of each expert, those whose rows are above each other, of equal heights.
+    pub(super) parts: Vec<Vec<String>>,
 }
 
 /// What does not fit: how much, and of very much the first.
@@ -248,12 +257,12 @@ impl<'a> Loader<'a> {
         dtype: DType,
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<Listed, Error> {
-        let source = Source::List { tensors: Vec::new(), projections: Vec::new() };
+        let source = Source::List(Listed::default());
         let mut silent = |_| ControlFlow::Continue(());
         let mut loader = Loader::new(stream, dtype, source, &mut silent);
         build(&mut loader)?;
         Ok(match loader.source {
-            Source::List { tensors, projections } => Listed { tensors, projections },
+            Source::List(listed) => listed,
             _ => Listed::default(),
         })
     }
@@ -367,8 +376,8 @@ impl<'a> Loader<'a> {
 
     /// While it is listed what there is: these are what [`Quantise::By`] quantises.
     fn note_projection<'n>(&mut self, names: impl Iterator<Item = &'n String>) {
-        if let Source::List { projections, .. } = &mut self.source {
-            projections.push(names.cloned().collect());
+        if let Source::List(listed) = &mut self.source {
+            listed.projections.push(names.cloned().collect());
         }
     }
 
@@ -406,6 +415,10 @@ impl<'a> Loader<'a> {
         let names: Vec<Vec<String>> =
             if is_fused { vec![vec![fused.to_owned()]] } else { (0..experts.of).map(parts).collect() };
         names.iter().flatten().for_each(|name| self.note_projection([name].into_iter()));
+        if let Source::List(listed) = &mut self.source {
+            let (fused, shape) = (fused.to_owned(), [experts.of, rows.of, cols.of]);
+            listed.experts.push(ListedExperts { fused, shape, parts: names.clone() });
+        }
         if shape.iter().product::<usize>() > 0
             && let Some(weight) = self.experts_by_card((&names, is_fused), experts, [rows, cols])?
         {
@@ -452,7 +465,7 @@ impl<'a> Loader<'a> {
     fn checkpoint(&self) -> Option<&Checkpoint> {
         match &self.source {
             Source::Check(checkpoint, _) | Source::Checkpoint(checkpoint) => Some(checkpoint),
-            Source::List { .. } | Source::Random { .. } => None,
+            Source::List(_) | Source::Random { .. } => None,
         }
     }
 
@@ -517,7 +530,7 @@ impl<'a> Loader<'a> {
                 }
                 Tensor::empty(stream, &[0], dtype)?
             }
-            Source::List { tensors, .. } => {
+            Source::List(Listed { tensors, .. }) => {
                 for (index, Piece { name, shape, .. }) in pieces.iter().enumerate() {
                     // One of which rows are taken in several places is there several times.
                     if pieces[..index].iter().all(|other| other.name != *name) {

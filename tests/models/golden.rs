@@ -230,43 +230,47 @@ fn demo_model_writes_the_expected_text() -> Outcome {
 /// Experts as transformers stacks them in memory, gate rows above up rows, give what those of the published files do.
 #[test]
 fn experts_in_one_tensor() -> Outcome {
-    let folder = tempfile::tempdir()?;
-    with_experts_in_one_tensor(folder.path())?;
-    let logits = |folder: &Path| -> Result<Vec<f32>, warpforge::Error> {
-        let mut session = session(&Device::cpu(), folder, DType::F32, SessionOptions::default())?;
-        let stream = session.stream().clone();
-        session.prefill(0, &[3, 1, 4, 1, 5])?.to_vec(&stream)
-    };
-    assert_eq!(logits(folder.path())?, logits(&golden::folder("qwen3_moe"))?);
+    for name in ["qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+        let folder = tempfile::tempdir()?;
+        with_experts_in_one_tensor(name, folder.path())?;
+        let logits = |folder: &Path| -> Result<Vec<f32>, warpforge::Error> {
+            let mut session = session(&Device::cpu(), folder, DType::F32, SessionOptions::default())?;
+            let stream = session.stream().clone();
+            session.prefill(0, &[3, 1, 4, 1, 5])?.to_vec(&stream)
+        };
+        assert_eq!(logits(folder.path())?, logits(&golden::folder(name))?, "{name}");
+    }
     Ok(())
 }
 
-/// The mixture with each layer's experts in one tensor.
-pub(super) fn with_experts_in_one_tensor(folder: &Path) -> Outcome {
-    let golden = golden::folder("qwen3_moe");
+/// A mixture with each layer's experts in one tensor, as transformers 5 saves them.
+pub(super) fn with_experts_in_one_tensor(name: &str, folder: &Path) -> Outcome {
+    const EXPERTS: usize = 8;
+    let golden = golden::folder(name);
     std::fs::copy(golden.join("config.json"), folder.join("config.json"))?;
     let bytes = std::fs::read(golden.join("model.safetensors"))?;
     let all = safetensors::SafeTensors::deserialize(&bytes)?;
     let mut tensors: Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
     for (name, view) in all.tensors() {
-        if !name.contains(".experts.") {
+        let Some((prefix, rest)) = name.split_once(".experts.") else {
             tensors.push((name, view.dtype(), view.shape().to_vec(), view.data().to_vec()));
-        }
-    }
-    for layer in 0..3 {
-        let prefix = format!("model.layers.{layer}.mlp.experts");
-        for (fused, parts, shape) in [
-            ("gate_up_proj", &["gate_proj", "up_proj"][..], vec![8, 96, 64]),
-            ("down_proj", &["down_proj"], vec![8, 64, 48]),
-        ] {
-            let mut data = Vec::new();
-            for expert in 0..8 {
-                for part in parts {
-                    data.extend_from_slice(all.tensor(&format!("{prefix}.{expert}.{part}.weight"))?.data());
-                }
+            continue;
+        };
+        // Its first tensor stands for all of a kind.
+        let (fused, parts) = match rest {
+            "0.gate_proj.weight" => ("gate_up_proj", &["gate_proj", "up_proj"][..]),
+            "0.down_proj.weight" => ("down_proj", &["down_proj"][..]),
+            _ => continue,
+        };
+        let mut data = Vec::new();
+        for expert in 0..EXPERTS {
+            for part in parts {
+                let name = format!("{prefix}.experts.{expert}.{part}.weight");
+                data.extend_from_slice(all.tensor(&name)?.data());
             }
-            tensors.push((format!("{prefix}.{fused}"), safetensors::Dtype::F32, shape, data));
         }
+        let shape = vec![EXPERTS, parts.len() * view.shape()[0], view.shape()[1]];
+        tensors.push((format!("{prefix}.experts.{fused}"), view.dtype(), shape, data));
     }
     let views: Vec<_> = tensors
         .iter()

@@ -1,5 +1,6 @@
 //! Quantised checkpoints that are written, read again, and refused.
 
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 use half::bf16;
@@ -184,21 +185,145 @@ fn shards() -> Outcome {
     Ok(())
 }
 
-/// Experts that lie in one tensor stay as they are, and the report says so.
+/// Tensors of a file: type, shape and bytes by name.
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn tensors(folder: &Path) -> Result<Tensors, Box<dyn StdError>> {
+    let bytes = std::fs::read(folder.join("model.safetensors"))?;
+    let file = SafeTensors::deserialize(&bytes)?;
+    let stored = |tensor: StoredView<'_>| (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec());
+    Ok(file.tensors().into_iter().map(|(name, tensor)| (name, stored(tensor))).collect())
+}
+
+fn write(all: &Tensors, folder: &Path) -> Outcome {
+    let mut views = Vec::new();
+    for (name, (dtype, shape, data)) in all {
+        views.push((name, StoredView::new(*dtype, shape.clone(), data)?));
+    }
+    Ok(safetensors::serialize_to_file(views, None, &folder.join("model.safetensors"))?)
+}
+
+/// Experts that lie in one tensor become modules of their own, the same as those that lie apart, and what a model
+/// quantises itself to as it loads them.
 #[test]
 fn experts_in_one_tensor() -> Outcome {
+    let device = Device::cpu();
+    let load = |folder: &Path| Model::load(&device, folder, DType::F32, &mut |_| {});
+    let mut are_whole = 0;
+    // With the rows of an expert's gate.
+    for (name, inner) in [("qwen3_moe", 48), ("qwen3_next", 32), ("glm4_moe_lite", 48)] {
+        let place = tempfile::tempdir()?;
+        let from = place.path().join("from");
+        std::fs::create_dir(&from)?;
+        super::golden::with_experts_in_one_tensor(name, &from)?;
+        for (title, scheme) in SCHEMES {
+            let (to, apart) = (place.path().join(title), place.path().join(format!("{title} apart")));
+            let report = save(&from, &scheme, &to)?;
+            let of_apart = save(&golden::folder(name), &scheme, &apart)?;
+            let (got, want) = (tensors(&to)?, tensors(&apart)?);
+            assert_eq!((&report.kept, got.len()), (&of_apart.kept, want.len()), "{name} {title}");
+            for (tensor, (dtype, shape, bytes)) in &got {
+                let (as_apart, shape_apart, bytes_apart) =
+                    want.get(tensor).ok_or("a tensor of those apart")?;
+                assert_eq!((dtype, shape), (as_apart, shape_apart), "{name} {title}: {tensor}");
+                // Gate and up have a factor in common here, and none where they lie apart.
+                let is_gate_up = tensor.contains(".experts.") && !tensor.contains(".down_proj.");
+                let differs = title == "nvfp4" && is_gate_up;
+                assert!(differs || bytes == bytes_apart, "{name} {title}: {tensor}");
+            }
+            let listed = |report: &QuantReport| -> Vec<(String, [usize; 2], u64, u64)> {
+                let all = report.tensors.iter();
+                all.map(|own| (own.name.clone(), own.shape, own.bytes_before, own.bytes_after)).collect()
+            };
+            assert_eq!(listed(&report), listed(&of_apart), "{name} {title}");
+            assert_eq!(report.bytes_before, of_apart.bytes_before);
+            let file: usize = got.values().map(|(.., bytes)| bytes.len()).sum();
+            assert_eq!(report.bytes_after, file as u64, "{name} {title}");
+
+            let saved = load(&to)?;
+            assert!(saved.report().unused_tensors.is_empty(), "{name} {title}: {}", saved.report());
+            let (got, own) = (logits(&saved)?, logits(&load(&apart)?)?);
+            let bound = if title == "nvfp4" { 0.3 } else { 0.0 };
+            assert!(relative_l2(&got, &own) <= bound, "{name} {title}");
+            // A model quantises ragged groups too, and blocks of fp8 go on from gate to up.
+            let blocks_go_on = scheme.rows > 1 && inner % scheme.rows as usize != 0;
+            if report.kept.is_empty() && !blocks_go_on {
+                let checkpoint = Checkpoint::open(&from)?;
+                let made =
+                    Model::quantised(&device, &checkpoint, DType::F32, Quantise::By(scheme), &mut |_| {})?;
+                let error = relative_l2(&got, &logits(&made)?);
+                assert!(error <= 1e-5, "{name} {title}: {error:.2e}");
+                are_whole += 1;
+            }
+        }
+    }
+    assert!(are_whole >= 9, "{are_whole}");
+    Ok(())
+}
+
+/// Names, types and shapes are those of published checkpoints of such models.
+#[test]
+fn names_of_experts() -> Outcome {
     let place = tempfile::tempdir()?;
     let (from, to) = (place.path().join("from"), place.path().join("to"));
     std::fs::create_dir(&from)?;
-    super::golden::with_experts_in_one_tensor(&from)?;
-    let report = save(&from, &INT4, &to)?;
-    let fused: Vec<_> = report.kept.iter().filter(|(_, reason)| reason.contains("one tensor")).collect();
-    assert_eq!(fused.len(), 6, "{:?}", report.kept);
-    assert!(report.tensors.iter().all(|tensor| !tensor.name.contains("experts")));
-    let device = Device::cpu();
-    let load = |folder: &Path| Model::load(&device, folder, DType::F32, &mut |_| {});
-    let error = relative_l2(&logits(&load(&to)?)?, &logits(&load(&from)?)?);
-    assert!(error > 1e-4 && error < 0.3, "{error:.2e}");
+    super::golden::with_experts_in_one_tensor("qwen3_next", &from)?;
+    let (mut told, mut calls) = (0, 0);
+    Checkpoint::open(&from)?.save_quantised(&INT4, &to, &mut |so_far| {
+        assert!(so_far.loaded_bytes > told);
+        (told, calls) = (so_far.loaded_bytes, calls + 1);
+        ControlFlow::Continue(())
+    })?;
+    // Each expert's gate, up and down in four layers is told of.
+    assert!(calls >= 4 * 8 * 3, "{calls}");
+    let tensors = tensors(&to)?;
+    for (part, [n, k]) in [("gate_proj", [32, 64]), ("up_proj", [32, 64]), ("down_proj", [64, 32])] {
+        for expert in 0..8 {
+            let module = format!("model.layers.3.mlp.experts.{expert}.{part}");
+            let of = |what: &str| {
+                tensors.get(&format!("{module}.{what}")).map(|(dtype, shape, _)| (*dtype, shape.clone()))
+            };
+            assert_eq!(of("weight_packed"), Some((Dtype::I32, vec![n, k / 8])), "{module}");
+            assert_eq!(of("weight_scale").map(|(_, shape)| shape), Some(vec![n, k / 32]), "{module}");
+            assert_eq!(of("weight_shape"), Some((Dtype::I64, vec![2])), "{module}");
+            assert_eq!(of("weight"), None, "{module}");
+        }
+    }
+    let config: serde_json::Value = serde_json::from_slice(&std::fs::read(to.join("config.json"))?)?;
+    let ignored = config["quantization_config"]["ignore"].as_array().ok_or("a list")?;
+    assert!(ignored.contains(&"model.layers.3.mlp.gate".into()));
+    assert!(ignored.iter().all(|module| !module.as_str().unwrap_or("").contains(".experts.")), "{ignored:?}");
+    Ok(())
+}
+
+/// Experts of a form that is not known stay in their tensor, and the report says why.
+#[test]
+fn experts_that_stay() -> Outcome {
+    let place = tempfile::tempdir()?;
+    let from = place.path().join("from");
+    std::fs::create_dir(&from)?;
+    super::golden::with_experts_in_one_tensor("qwen3_moe", &from)?;
+    let layer = |layer: usize| format!("model.layers.{layer}.mlp.experts");
+    let mut all = tensors(&from)?;
+    let turned = format!("{}.gate_up_proj", layer(0));
+    all.get_mut(&turned).ok_or("experts")?.1 = vec![8, 64, 96];
+    let taken = format!("{}.2.down_proj.weight", layer(1));
+    all.insert(taken.clone(), (Dtype::F32, vec![64, 48], vec![0; 64 * 48 * 4]));
+    let other = "mtp.layers.0.mlp.experts.gate_up_proj".to_owned();
+    let copy = all[&format!("{}.gate_up_proj", layer(1))].clone();
+    all.insert(other.clone(), copy);
+    write(&all, &from)?;
+    let to = place.path().join("to");
+    let report = save(&from, &Scheme::INT8, &to)?;
+    let saved = tensors(&to)?;
+    let twice = format!("{}.down_proj", layer(1));
+    for (name, why) in [(&turned, "[8, 64, 96]"), (&twice, &taken), (&other, "no form")] {
+        let reason = report.kept.iter().find(|(kept, _)| kept == name).map(|(_, reason)| reason.as_str());
+        assert!(reason.is_some_and(|reason| reason.contains(why)), "{name}: {reason:?}");
+        assert_eq!(saved.get(name), all.get(name), "{name}");
+    }
+    assert_eq!(report.kept.len(), 3, "{:?}", report.kept);
+    assert!(saved.contains_key(&format!("{}.7.up_proj.weight_packed", layer(2))), "the others do not");
     Ok(())
 }
 
@@ -253,6 +378,18 @@ fn what_stays_and_what_is_refused() -> Outcome {
         }
     })?;
     refused(&bad, &INT4, &new, &[name, "finite"])?;
+    // The last value of all is of the last expert.
+    super::golden::with_experts_in_one_tensor("qwen3_moe", &bad)?;
+    std::fs::remove_file(bad.join("model.safetensors.index.json"))?;
+    let mut all = tensors(&bad)?;
+    let name = "model.layers.1.mlp.experts.gate_up_proj";
+    let (.., data) = all.get_mut(name).ok_or("experts")?;
+    let last = data.len() - 4;
+    data[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+    write(&all, &bad)?;
+    for scheme in [INT4, Scheme::NVFP4] {
+        refused(&bad, &scheme, &new, &[name, "expert 7", "finite"])?;
+    }
     // Stopped half-way.
     let mut calls = 0;
     let stopped = Checkpoint::open(&golden)?.save_quantised(&INT4, &new, &mut |_| {

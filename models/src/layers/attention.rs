@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use abi::DType;
 
-use super::low_rank::{LowRankBlock, PartAdapters, Which, run_adapted};
+use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
@@ -215,10 +215,13 @@ impl AttentionBlock {
         Ok(AttentionBlock {
             config: *config,
             plans,
-            low_rank: LowRankBlock::of_mixer(
+            low_rank: LowRankBlock::of_part(
                 phase,
-                (&weights.qkv, [qkv_cols, hidden_size]),
-                (&weights.o, [hidden_size, q_cols]),
+                Adapted::Attention,
+                [
+                    (Which::First, &weights.qkv, [qkv_cols, hidden_size]),
+                    (Which::Last, &weights.o, [hidden_size, q_cols]),
+                ],
             )?,
             attention: attention.collect::<Result<_, _>>()?,
             qkv: phase.rows(&[qkv_cols])?,

@@ -4,15 +4,15 @@ use std::ops::Range;
 
 use abi::DType;
 
+use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{GroupPhase, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::DeltaNetConfig;
 use crate::loader::Loader;
-use crate::part::Cut;
+use crate::part::{Cut, Part};
 use host::Error;
 use host::Stream;
 use host::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem};
 use host::ops::gated_delta::{GatedDelta, GatedDeltaArgs, GatedDeltaProblem};
-use host::ops::matmul::Matmul;
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
@@ -21,7 +21,7 @@ use host::{Kernel, OptimizationReport};
 #[derive(Debug)]
 pub struct DeltaNet {
     /// All projections of the input above each other: q, k, v, z, b, a, each head by head.
-    pub input: Linear,
+    pub input: Projection,
     /// `[channels, width]`: taps of the convolution over q, k and v.
     pub conv: Constant,
     /// `[heads_v]` f32: logarithm of the rate of decay.
@@ -47,11 +47,37 @@ impl DeltaNet {
             return Err(Error::invalid("Model", "config", expected, format!("{heads_v} and {heads_k}")));
         }
         let name = |part: &str| format!("{prefix}.{part}");
-        let (qkvz, ba, out) = (name("in_proj_qkvz"), name("in_proj_ba"), name("out_proj"));
+        let (rows, value_cols) = Self::parts(config, loader.part(), prefix);
+        let rows = rows.each_ref().map(|(name, rows)| (name.as_str(), rows.clone()));
+        let (out, heads) = (name("out_proj"), loader.part().key_heads(config));
+        let own_values = Cut::range(heads_k, heads.clone()).times(heads_v / heads_k);
+        // Those of q, of k and of v.
+        let mut channels = Cut::range(heads_k, heads.clone()).times(dim_k).repeated(2);
+        let keys = channels.of;
+        channels.of = config.channels();
+        channels
+            .ranges
+            .extend(own_values.times(dim_v).ranges.iter().map(|range| keys + range.start..keys + range.end));
+        let per_value_head = |part: &str| [(name(part), own_values.clone())];
+        Ok(DeltaNet {
+            input: Linear::new(loader, &rows, &hidden_size.into(), false)?.into(),
+            conv: loader.depthwise(&name("conv1d.weight"), channels, conv_width)?,
+            a_log: loader.vectors_as(DType::F32, &per_value_head("A_log"))?,
+            dt_bias: loader.vectors_as(DType::F32, &per_value_head("dt_bias"))?,
+            norm: loader.gain(&name("norm.weight"), dim_v)?,
+            out: Projection::new(loader, &[(out.as_str(), hidden_size.into())], &value_cols, false)?,
+        })
+    }
+}
+
+impl DeltaNet {
+    /// The modules that `input` is made of, with the rows of each; and the columns of the output projection.
+    pub(super) fn parts(config: &DeltaNetConfig, part: Part, prefix: &str) -> ([(String, Cut); 2], Cut) {
+        let &DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, .. } = config;
         // A checkpoint has them by key head: q | k | v | z of the first, of the second, …; then b | a in the same way.
         let group = heads_v / heads_k;
         let (values, per_head) = (group * dim_v, 2 * dim_k + 2 * group * dim_v);
-        let heads = loader.part().key_heads(config);
+        let heads = part.key_heads(config);
         let by_head = |per_head: usize, parts: &[Range<usize>]| {
             let of_part = |part: &Range<usize>| {
                 let (start, end) = (part.start, part.end);
@@ -62,38 +88,15 @@ impl DeltaNet {
         let ends = [0, dim_k, 2 * dim_k, 2 * dim_k + values, per_head];
         let parts = [0, 1, 2, 3].map(|part| ends[part]..ends[part + 1]);
         let rows = [
-            (qkvz.as_str(), by_head(per_head, &parts)),
-            (ba.as_str(), by_head(2 * group, &[0..group, group..2 * group])),
+            (format!("{prefix}.in_proj_qkvz"), by_head(per_head, &parts)),
+            (format!("{prefix}.in_proj_ba"), by_head(2 * group, &[0..group, group..2 * group])),
         ];
-        let own_values = Cut::range(heads_k, heads.clone()).times(group);
-        // Those of q, of k and of v.
-        let mut channels = Cut::range(heads_k, heads.clone()).times(dim_k).repeated(2);
-        let keys = channels.of;
-        channels.of = config.channels();
-        channels
-            .ranges
-            .extend(own_values.times(dim_v).ranges.iter().map(|range| keys + range.start..keys + range.end));
-        let per_value_head = |part: &str| [(name(part), own_values.clone())];
-        Ok(DeltaNet {
-            input: Linear::new(loader, &rows, &hidden_size.into(), false)?,
-            conv: loader.depthwise(&name("conv1d.weight"), channels, conv_width)?,
-            a_log: loader.vectors_as(DType::F32, &per_value_head("A_log"))?,
-            dt_bias: loader.vectors_as(DType::F32, &per_value_head("dt_bias"))?,
-            norm: loader.gain(&name("norm.weight"), dim_v)?,
-            out: Projection::new(
-                loader,
-                &[(out.as_str(), hidden_size.into())],
-                &own_values.times(dim_v),
-                false,
-            )?,
-        })
+        (rows, Cut::range(heads_k, heads.clone()).times(values))
     }
-}
 
-impl DeltaNet {
     /// What its plans depend on.
     pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
-        vec![self.out.kind()]
+        vec![self.input.kind(), self.out.kind()]
     }
 }
 
@@ -145,6 +148,8 @@ impl DeltaState {
 pub(crate) struct DeltaNetBlock {
     config: DeltaNetConfig,
     plans: Plans<DeltaNetPlans>,
+    /// Of both projections, where adapters add to them.
+    low_rank: [Option<LowRankBlock>; 2],
     /// Of each group.
     over_time: Vec<(CausalConv1d, GatedDelta)>,
     /// `[tokens, channels + heads_v · dim_v + 2 · heads_v]`, or a few columns more: q, k, v, z, b, a.
@@ -159,7 +164,7 @@ pub(crate) struct DeltaNetBlock {
 
 #[derive(Debug)]
 struct DeltaNetPlans {
-    input: Matmul,
+    input: ProjectionPlan,
     norm: RmsNorm,
     out: ProjectionPlan,
 }
@@ -180,7 +185,7 @@ impl DeltaNetBlock {
                 weight: NormWeight::Plain,
             };
             Ok(DeltaNetPlans {
-                input: phase.matmul(cols, hidden_size, false)?,
+                input: ProjectionPlan::new(&phase, &weights.input, cols, hidden_size)?,
                 norm: RmsNorm::plan(device, norm)?,
                 out: ProjectionPlan::new(&phase, &weights.out, hidden_size, heads_v * dim_v)?,
             })
@@ -194,9 +199,18 @@ impl DeltaNetBlock {
         };
         // Rows of sequences without a state are left out by the operators over time, and read by those behind.
         let zeros = |cols: &[usize]| Tensor::zeros(stream, &[&[tokens], cols].concat(), dtype);
+        let low_rank = LowRankBlock::of_part(
+            phase,
+            Adapted::DeltaNet,
+            [
+                (Which::First, &weights.input, [cols, hidden_size]),
+                (Which::Last, &weights.out, [hidden_size, heads_v * dim_v]),
+            ],
+        );
         Ok(DeltaNetBlock {
             config: *config,
             plans,
+            low_rank: low_rank?,
             over_time: phase.groups.iter().map(over_time).collect::<Result<_, _>>()?,
             projected: phase.wide_rows(cols)?,
             convolved: zeros(&[channels])?,
@@ -208,7 +222,8 @@ impl DeltaNetBlock {
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         let mut reports = Vec::new();
         for plans in self.plans.iter() {
-            reports.extend([plans.input.optimization_report(), plans.norm.optimization_report()]);
+            reports.extend(plans.input.reports());
+            reports.push(plans.norm.optimization_report());
             reports.extend(plans.out.reports());
         }
         for (conv, rule) in &self.over_time {
@@ -220,7 +235,7 @@ impl DeltaNetBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &DeltaNet,
+        (weights, adapters): (&DeltaNet, Option<&PartAdapters>),
         cache: &mut DeltaState,
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
@@ -234,7 +249,9 @@ impl DeltaNetBlock {
         let mut convolved = self.convolved.view_mut().slice(0, 0..tokens)?;
         let mut mixed = self.mixed.view_mut().slice(0, 0..tokens)?;
         let mut normed = self.normed.view_mut().slice(0, 0..tokens)?;
-        weights.input.run(stream, &plans.input, x, projected.reborrow())?;
+        let [low_rank_in, low_rank_out] = &mut self.low_rank;
+        let input = (&plans.input, low_rank_in);
+        run_adapted(step, input, &weights.input, (adapters, Which::First), x, projected.reborrow())?;
         let projected = projected.as_view();
 
         let gates = channels + values;
@@ -280,6 +297,6 @@ impl DeltaNetBlock {
         };
         plans.norm.run(stream, args)?;
         let normed = normed.as_view().reshape(&[tokens, values])?;
-        plans.out.run(stream, &weights.out, normed, out)
+        run_adapted(step, (&plans.out, low_rank_out), &weights.out, (adapters, Which::Last), normed, out)
     }
 }

@@ -2,12 +2,13 @@
 
 use abi::DType;
 
+use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{
     Group, GroupPhase, Keys, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Span, Step, copy_row,
 };
 use crate::config::LatentConfig;
 use crate::loader::Loader;
-use crate::part::Cut;
+use crate::part::{Cut, Part};
 use host::Error;
 use host::Stream;
 use host::ops::attention::{Attention, AttentionArgs, AttentionProblem, KvScales, MAX_DECODE_QUERIES, Mask};
@@ -49,28 +50,37 @@ impl LatentAttention {
     ) -> Result<Self, Error> {
         let &LatentConfig { heads, q_latent, latent, value, bias, .. } = config;
         let name = |part: &str| format!("{prefix}.{part}");
-        let (q_a, kv_a) = (name("q_a_proj"), name("kv_a_proj_with_mqa"));
         let part = loader.part();
         let heads = Cut::range(heads, part.latent_heads(config));
-        let (q_cols, cached, hidden) = (heads.times(config.head_dim()), config.row(), hidden_size.into());
-        let (a, q_norm, q_b) = match q_latent {
-            Some(width) => (
-                Projection::new(loader, &[(&q_a, width.into()), (&kv_a, cached.into())], &hidden, bias)?,
-                Some(loader.gain(&name("q_a_layernorm.weight"), width)?),
-                Projection::new(loader, &[(&name("q_b_proj"), q_cols)], &width.into(), false)?,
-            ),
-            None => (
-                Projection::new(loader, &[(&kv_a, cached.into())], &hidden, bias)?,
-                None,
-                Projection::new(loader, &[(&name("q_proj"), q_cols)], &hidden, false)?,
-            ),
-        };
+        let hidden = hidden_size.into();
+        let (a_parts, (q, q_rows)) = Self::parts(config, part, prefix);
+        let a_parts: Vec<(&str, Cut)> =
+            a_parts.iter().map(|(name, rows)| (name.as_str(), rows.clone())).collect();
+        let a = Projection::new(loader, &a_parts, &hidden, bias)?;
+        let q_norm = q_latent.map(|width| loader.gain(&name("q_a_layernorm.weight"), width)).transpose()?;
+        let q_cols = q_latent.unwrap_or(hidden_size).into();
+        let q_b = Projection::new(loader, &[(&q, q_rows)], &q_cols, false)?;
         let kv_norm = loader.gain(&name("kv_a_layernorm.weight"), latent)?;
         let kv_b = loader.matrix(&name("kv_b_proj.weight"), heads.times(config.nope + value), latent)?;
         let k_b = transposed_keys(config, loader.stream(), &kv_b)?;
         let o_bias = bias && part.is_first();
         let o = Projection::new(loader, &[(&name("o_proj"), hidden)], &heads.times(value), o_bias)?;
         Ok(LatentAttention { a, q_b, q_norm, kv_norm, kv_b, k_b, o })
+    }
+
+    /// The modules that `a` is made of, with the rows of each; and the one of the queries.
+    pub(super) fn parts(
+        config: &LatentConfig,
+        part: Part,
+        prefix: &str,
+    ) -> (Vec<(String, Cut)>, (String, Cut)) {
+        let named = |name: &str, rows: Cut| (format!("{prefix}.{name}"), rows);
+        let kv_a = named("kv_a_proj_with_mqa", config.row().into());
+        let q_rows = Cut::range(config.heads, part.latent_heads(config)).times(config.head_dim());
+        match config.q_latent {
+            Some(width) => (vec![named("q_a_proj", width.into()), kv_a], named("q_b_proj", q_rows)),
+            None => (vec![kv_a], named("q_proj", q_rows)),
+        }
     }
 
     /// What its plans depend on.
@@ -131,6 +141,8 @@ impl LatentRows {
 pub(crate) struct LatentBlock {
     config: LatentConfig,
     plans: Plans<LatentPlans>,
+    /// Of a, q_b and o, where adapters add to them.
+    low_rank: [Option<LowRankBlock>; 3],
     /// Of each group.
     forms: Vec<Form>,
     /// `[tokens, q_latent + latent + rope]`, or a few columns more.
@@ -245,6 +257,7 @@ impl LatentBlock {
         weights: &LatentAttention,
     ) -> Result<Self, Error> {
         let &LatentConfig { heads, q_latent, nope, rope, value, .. } = config;
+        let (hidden_size, a_cols) = (phase.config.hidden_size, q_latent.unwrap_or(0) + config.row());
         let widths = [nope, rope, config.latent, value].map(|width| width * phase.dtype.bytes());
         if phase.is_invariant() && heads == 1 && widths.iter().any(|bytes| !bytes.is_multiple_of(16)) {
             // A single row of it is aligned where several are not.
@@ -259,11 +272,22 @@ impl LatentBlock {
                 Form::Naive(Box::new(Naive::new(phase, group, config)?))
             })
         };
+        let q_size = [heads * config.head_dim(), q_latent.unwrap_or(hidden_size)];
+        let low_rank = LowRankBlock::of_part(
+            phase,
+            Adapted::Latent,
+            [
+                (Which::First, &weights.a, [a_cols, hidden_size]),
+                (Which::Second, &weights.q_b, q_size),
+                (Which::Last, &weights.o, [hidden_size, heads * value]),
+            ],
+        );
         Ok(LatentBlock {
             config: *config,
             plans: phase.plans(|phase| LatentPlans::new(&phase, config, weights))?,
+            low_rank: low_rank?,
             forms: phase.groups.iter().map(form).collect::<Result<_, Error>>()?,
-            a: phase.wide_rows(q_latent.unwrap_or(0) + config.row())?,
+            a: phase.wide_rows(a_cols)?,
             q_a: phase.rows(&[q_latent.unwrap_or(0)])?,
             q: phase.rows(&[heads, nope + rope])?,
             row: phase.wide_rows(config.row())?,
@@ -297,7 +321,7 @@ impl LatentBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &LatentAttention,
+        (weights, adapters): (&LatentAttention, Option<&PartAdapters>),
         cache: &mut LatentRows,
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
@@ -312,7 +336,9 @@ impl LatentBlock {
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
         let mut row = self.row.view_mut().slice(0, 0..tokens)?.slice(1, 0..row_cols)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        plans.a.run(stream, &weights.a, x, a.reborrow())?;
+        let [low_rank_a, low_rank_q, low_rank_o] = &mut self.low_rank;
+        let of_a = (&plans.a, low_rank_a);
+        run_adapted(step, of_a, &weights.a, (adapters, Which::First), x, a.reborrow())?;
         let a = a.as_view();
         let columns = |start: usize, width: usize| a.slice(1, start..start + width);
 
@@ -325,7 +351,7 @@ impl LatentBlock {
             _ => x,
         };
         let queries = q.reborrow().reshape(&[tokens, heads * (nope + rope)])?;
-        plans.q_b.run(stream, &weights.q_b, x, queries)?;
+        run_adapted(step, (&plans.q_b, low_rank_q), &weights.q_b, (adapters, Which::Second), x, queries)?;
 
         let (x, weight) = (columns(q_cols, latent)?, weights.kv_norm.view());
         let args =
@@ -366,7 +392,7 @@ impl LatentBlock {
             }
         }
         let attended = attended.as_view().reshape(&[tokens, heads * value])?;
-        plans.o.run(stream, &weights.o, attended, out)
+        run_adapted(step, (&plans.o, low_rank_o), &weights.o, (adapters, Which::Last), attended, out)
     }
 }
 

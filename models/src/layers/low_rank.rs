@@ -7,13 +7,15 @@ use std::collections::BTreeSet;
 
 use abi::DType;
 
-use super::{Mixer, Phase, Plans, Projection, ProjectionPlan, ProjectionWeight, SelfAttention, Step};
+use super::{
+    DeltaNet, FeedForward, LatentAttention, Mlp, Phase, Plans, Projection, ProjectionPlan, SelfAttention,
+    Step,
+};
 use crate::adapter::{Adapter, Modules, check_used};
-use crate::config::{AttentionConfig, DecoderConfig, FeedForwardConfig, MixerConfig, MlpConfig};
+use crate::config::{DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, MlpConfig};
 use crate::decoder::DecoderLayer;
-use crate::layers::FeedForward;
 use crate::loader::encode;
-use crate::part::Part;
+use crate::part::{Cut, Part};
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
@@ -34,20 +36,41 @@ pub(crate) struct LowRank {
     up: Constant,
 }
 
-/// What adapters add to the first and to the last projection of a part of a layer.
-#[derive(Debug, Default)]
-pub(crate) struct PartAdapters {
-    first: Option<LowRank>,
-    last: Option<LowRank>,
+/// A part of a layer to whose projections adapters may add.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Adapted {
+    Attention,
+    DeltaNet,
+    Latent,
+    Mlp,
+    SharedExpert,
 }
 
-/// How many adapters there are, and the ranks of what they add: to the projections of a mixer, and of a feed-forward
-/// part; 0 if nothing in any layer.
+/// How many of them there are.
+const PARTS: usize = Adapted::SharedExpert as usize + 1;
+
+/// A projection of a part, by its place.
+#[derive(Clone, Copy)]
+pub(super) enum Which {
+    First,
+    /// Between the two, where there are three.
+    Second,
+    Last,
+}
+
+/// Most projections of a part.
+const PROJECTIONS: usize = Which::Last as usize + 1;
+
+/// What adapters add to the projections of a part of a layer.
+#[derive(Debug, Default)]
+pub(crate) struct PartAdapters([Option<LowRank>; PROJECTIONS]);
+
+/// How many adapters there are, and the ranks of what they add to the projections of each part; 0 if nothing in any
+/// layer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AdapterSizes {
     adapters: usize,
-    mixer: [usize; 2],
-    feed_forward: [usize; 2],
+    ranks: [[usize; PROJECTIONS]; PARTS],
 }
 
 /// Adapters on a device, by layer: what they add to mixers and to feed-forward parts.
@@ -55,6 +78,12 @@ pub(crate) struct AdapterSizes {
 pub(crate) struct Adapters {
     sizes: AdapterSizes,
     layers: Vec<[PartAdapters; 2]>,
+}
+
+/// The modules of a part's projections.
+struct PartModules {
+    part: Adapted,
+    projections: [Option<Modules>; PROJECTIONS],
 }
 
 impl Adapters {
@@ -68,57 +97,47 @@ impl Adapters {
         adapters: &[&Adapter],
     ) -> Result<Self, Error> {
         let hidden_size = config.hidden_size;
-        let modules = std::iter::zip(&config.layers, layers).enumerate().map(|(index, (config, weights))| {
+        let (mut modules, mut others) = (Vec::new(), Vec::new());
+        for (index, (config, weights)) in std::iter::zip(&config.layers, layers).enumerate() {
             let prefix = format!("{prefix}.layers.{index}");
-            let mixer = match (&config.mixer, &weights.mixer) {
-                (MixerConfig::Attention(config), Mixer::Attention(_)) => {
-                    Some(of_attention(config, hidden_size, &prefix))
-                }
-                _ => None,
-            };
-            let feed_forward = match (&config.feed_forward, &weights.feed_forward) {
-                (FeedForwardConfig::Mlp(config), FeedForward::Mlp(mlp)) => {
-                    let in_turn = matches!(mlp.gate_up.weight, ProjectionWeight::Packed(_));
-                    Some(of_mlp(config, hidden_size, &prefix, in_turn))
-                }
-                _ => None,
-            };
-            [mixer, feed_forward]
-        });
-        let modules: Vec<[Option<[Modules; 2]>; 2]> = modules.collect();
-        modules.iter().flatten().flatten().flatten().try_for_each(|modules| modules.check(adapters))?;
-        let rank = |part: usize, which: usize| {
-            let own = modules.iter().filter_map(|layer| layer[part].as_ref());
-            let rank = own.map(|own| own[which].rank(adapters)).max().unwrap_or(0);
-            rank.next_multiple_of(RANK_UNIT)
-        };
-        let ranks = [0, 1].map(|part| [0, 1].map(|which| rank(part, which)));
+            let mixer = PartModules::of_mixer(&config.mixer, hidden_size, &prefix);
+            let feed_forward = (&config.feed_forward, &weights.feed_forward);
+            let feed_forward = PartModules::of_feed_forward(feed_forward, hidden_size, &prefix);
+            modules.push([Some(mixer), feed_forward]);
+            others.extend(not_adapted(config, &prefix));
+        }
+        let mut ranks = [[0; PROJECTIONS]; PARTS];
+        for own in modules.iter().flatten().flatten() {
+            for (rank, modules) in std::iter::zip(&mut ranks[own.part as usize], &own.projections) {
+                let Some(modules) = modules else { continue };
+                modules.check(adapters)?;
+                *rank = modules.rank(adapters).next_multiple_of(RANK_UNIT).max(*rank);
+            }
+        }
         let mut used = vec![BTreeSet::new(); adapters.len()];
         let mut layers = Vec::new();
         for layer in &modules {
             let mut own = [PartAdapters::default(), PartAdapters::default()];
-            for ((part, ranks), modules) in std::iter::zip(std::iter::zip(&mut own, ranks), layer) {
-                let Some(modules) = modules else { continue };
-                let mut read = |which: usize| -> Result<Option<LowRank>, Error> {
-                    let (modules, rank) = (&modules[which], ranks[which]);
-                    let Some(matrices) = modules.read(adapters, rank, &mut used)? else { return Ok(None) };
+            for (PartAdapters(own), modules) in std::iter::zip(&mut own, layer) {
+                let Some(PartModules { part, projections }) = modules else { continue };
+                for (place, modules) in projections.iter().enumerate() {
+                    let (Some(modules), rank) = (modules, ranks[*part as usize][place]) else { continue };
+                    let Some(matrices) = modules.read(adapters, rank, &mut used)? else { continue };
                     let constant = |shape: [usize; 2], values: &[f32]| {
                         let shape = [adapters.len(), shape[0], shape[1]];
                         let tensor = Tensor::from_bytes(stream, &shape, dtype, &encode(values, dtype))?;
                         Constant::new(tensor, stream)
                     };
-                    Ok(Some(LowRank {
+                    own[place] = Some(LowRank {
                         down: constant([rank, modules.cols], &matrices.down)?,
                         up: constant([modules.rows(), rank], &matrices.up)?,
-                    }))
-                };
-                *part = PartAdapters { first: read(0)?, last: read(1)? };
+                    });
+                }
             }
             layers.push(own);
         }
-        check_used(adapters, &used)?;
-        let [mixer, feed_forward] = ranks;
-        Ok(Adapters { sizes: AdapterSizes { adapters: adapters.len(), mixer, feed_forward }, layers })
+        check_used(adapters, &used, &others)?;
+        Ok(Adapters { sizes: AdapterSizes { adapters: adapters.len(), ranks }, layers })
     }
 
     pub(crate) fn sizes(&self) -> AdapterSizes {
@@ -131,25 +150,94 @@ impl Adapters {
     }
 }
 
-fn of_attention(config: &AttentionConfig, hidden_size: usize, prefix: &str) -> [Modules; 2] {
-    let prefix = format!("{prefix}.self_attn");
-    let (parts, cols) = SelfAttention::parts(config, Part::WHOLE, &prefix);
-    let o = (format!("{prefix}.o_proj"), hidden_size.into());
-    [
-        Modules { parts, cols: hidden_size, in_turn: false },
-        Modules { parts: vec![o], cols: cols.len(), in_turn: false },
-    ]
+impl PartModules {
+    /// Of a part whose projections are made of these modules, with the columns of each.
+    fn new(
+        part: Adapted,
+        (first, first_cols): (Vec<(String, Cut)>, usize),
+        (last, last_cols): (String, usize),
+        hidden_size: usize,
+    ) -> Self {
+        let first = Modules { parts: first, cols: first_cols, in_turn: false };
+        let last = Modules { parts: vec![(last, hidden_size.into())], cols: last_cols, in_turn: false };
+        PartModules { part, projections: [Some(first), None, Some(last)] }
+    }
+
+    fn of_mixer(config: &MixerConfig, hidden_size: usize, prefix: &str) -> Self {
+        let whole = Part::WHOLE;
+        match config {
+            MixerConfig::Attention(config) => {
+                let prefix = format!("{prefix}.self_attn");
+                let (qkv, cols) = SelfAttention::parts(config, whole, &prefix);
+                let o = (format!("{prefix}.o_proj"), cols.len());
+                Self::new(Adapted::Attention, (qkv, hidden_size), o, hidden_size)
+            }
+            MixerConfig::DeltaNet(config) => {
+                let prefix = format!("{prefix}.linear_attn");
+                let (input, cols) = DeltaNet::parts(config, whole, &prefix);
+                let out = (format!("{prefix}.out_proj"), cols.len());
+                Self::new(Adapted::DeltaNet, (input.into(), hidden_size), out, hidden_size)
+            }
+            MixerConfig::Latent(config) => {
+                let prefix = format!("{prefix}.self_attn");
+                let (a, q) = LatentAttention::parts(config, whole, &prefix);
+                let o = (format!("{prefix}.o_proj"), config.heads * config.value);
+                let mut own = Self::new(Adapted::Latent, (a, hidden_size), o, hidden_size);
+                let cols = config.q_latent.unwrap_or(hidden_size);
+                own.projections[Which::Second as usize] =
+                    Some(Modules { parts: vec![q], cols, in_turn: false });
+                own
+            }
+        }
+    }
+
+    fn of_feed_forward(
+        of: (&FeedForwardConfig, &FeedForward),
+        hidden_size: usize,
+        prefix: &str,
+    ) -> Option<Self> {
+        let of_mlp = |part: Adapted, config: &MlpConfig, mlp: &Mlp, prefix: String| {
+            let inner = config.intermediate_size;
+            let gate_up = ["gate_proj", "up_proj"].map(|part| (format!("{prefix}.{part}"), inner.into()));
+            let down = (format!("{prefix}.down_proj"), inner);
+            let mut own = Self::new(part, (gate_up.into(), hidden_size), down, hidden_size);
+            if let [Some(gate_up), ..] = &mut own.projections {
+                gate_up.in_turn = mlp.gate_up.is_in_turn();
+            }
+            own
+        };
+        match of {
+            (FeedForwardConfig::Mlp(config), FeedForward::Mlp(mlp)) => {
+                Some(of_mlp(Adapted::Mlp, config, mlp, format!("{prefix}.mlp")))
+            }
+            (FeedForwardConfig::Moe(config), FeedForward::Moe(moe)) => {
+                let (config, mlp) = config.shared.as_ref().zip(moe.shared.as_ref())?;
+                let prefix = format!("{prefix}.mlp.{}", config.name);
+                Some(of_mlp(Adapted::SharedExpert, &config.mlp, mlp, prefix))
+            }
+            _ => None,
+        }
+    }
 }
 
-fn of_mlp(config: &MlpConfig, hidden_size: usize, prefix: &str, in_turn: bool) -> [Modules; 2] {
-    let inner = config.intermediate_size;
-    let name = |part: &str| format!("{prefix}.mlp.{part}");
-    let parts = ["gate_proj", "up_proj"].map(|part| (name(part), inner.into()));
-    let down = (name("down_proj"), hidden_size.into());
-    [
-        Modules { parts: parts.to_vec(), cols: hidden_size, in_turn },
-        Modules { parts: vec![down], cols: inner, in_turn: false },
-    ]
+/// What the names of a layer's other linear modules begin with, and what such a one is.
+fn not_adapted(config: &LayerConfig, prefix: &str) -> Vec<(String, &'static str)> {
+    let mut others = Vec::new();
+    if let MixerConfig::Latent(_) = config.mixer {
+        let what = "one of kv_b_proj, which is absorbed into the queries and results of all sequences alike";
+        others.push((format!("{prefix}.self_attn.kv_b_proj."), what));
+    }
+    if let FeedForwardConfig::Moe(_) = config.feed_forward {
+        let experts = "one of routed experts, whose rows are sorted by expert and not by adapter";
+        others.push((format!("{prefix}.mlp.experts."), experts));
+        for gate in ["gate", "shared_expert_gate"] {
+            others.push((
+                format!("{prefix}.mlp.{gate}."),
+                "one of a router, which is the same for all sequences",
+            ));
+        }
+    }
+    others
 }
 
 /// Sorts a step's rows by adapter.
@@ -228,7 +316,7 @@ impl Step<'_> {
 #[derive(Debug)]
 pub(crate) struct LowRankBlock {
     plans: Plans<LowRankPlans>,
-    /// `[tokens, rank]` and `[tokens, n]`: both products, of the sorted rows.
+    /// `[tokens, rank]` and `[tokens, n]`, or a few columns more: both products, of the sorted rows.
     inner: Tensor,
     added: Tensor,
 }
@@ -270,22 +358,22 @@ impl LowRankBlock {
         })?;
         // Hopper's kernel loads rows beside those that have an adapter, which nobody writes.
         let inner = Tensor::zeros(stream, &[phase.tokens, rank], dtype)?;
-        Ok(Some(LowRankBlock { plans, inner, added: phase.rows(&[n])? }))
+        Ok(Some(LowRankBlock { plans, inner, added: phase.wide_rows(n)? }))
     }
 
-    /// Both projections of a mixer.
-    pub(super) fn of_mixer(
+    /// Of projections of a part, each with its size.
+    pub(super) fn of_part<const N: usize>(
         phase: &Phase<'_>,
-        first: (&Projection, [usize; 2]),
-        last: (&Projection, [usize; 2]),
-    ) -> Result<[Option<Self>; 2], Error> {
-        let Some(AdapterSizes { adapters, mixer: [a, b], .. }) = phase.adapters else {
-            return Ok([None, None]);
-        };
-        Ok([
-            Self::new(phase, (adapters, a), first.0, first.1)?,
-            Self::new(phase, (adapters, b), last.0, last.1)?,
-        ])
+        part: Adapted,
+        projections: [(Which, &Projection, [usize; 2]); N],
+    ) -> Result<[Option<Self>; N], Error> {
+        let mut blocks = [const { None }; N];
+        let Some(AdapterSizes { adapters, ranks }) = phase.adapters else { return Ok(blocks) };
+        for (block, (which, weights, size)) in std::iter::zip(&mut blocks, projections) {
+            let rank = ranks[part as usize][which as usize];
+            *block = Self::new(phase, (adapters, rank), weights, size)?;
+        }
+        Ok(blocks)
     }
 
     fn run(
@@ -296,10 +384,10 @@ impl LowRankBlock {
         x: TensorView<'_>,
         mut out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
-        let tokens = x.shape()[0];
+        let (tokens, cols) = (x.shape()[0], out.shape()[1]);
         let LowRankPlans { down, up, put, product } = self.plans.holding(tokens)?;
         let mut inner = self.inner.view_mut().slice(0, 0..tokens)?;
-        let mut added = self.added.view_mut().slice(0, 0..tokens)?;
+        let mut added = self.added.view_mut().slice(0, 0..tokens)?.slice(1, 0..cols)?;
         let args = GroupedMatmulArgs::new(x, low_rank.down.view(), rows.offsets, inner.reborrow());
         down.run(stream, GroupedMatmulArgs { order: Some(rows.order), ..args })?;
         let args =
@@ -309,13 +397,6 @@ impl LowRankBlock {
         put.run(stream, args)?;
         product.run_fused(stream, weights, (x, None), (out, Some(Residual::InPlace)))
     }
-}
-
-/// The first or the last projection of a part.
-#[derive(Clone, Copy)]
-pub(super) enum Which {
-    First,
-    Last,
 }
 
 /// Runs a projection, with what adapters add to it if some row of the step has one and there is something.
@@ -337,10 +418,7 @@ pub(super) fn run_adapted(
 
 impl PartAdapters {
     fn of(&self, which: Which) -> Option<&LowRank> {
-        match which {
-            Which::First => self.first.as_ref(),
-            Which::Last => self.last.as_ref(),
-        }
+        self.0[which as usize].as_ref()
     }
 }
 
@@ -364,21 +442,17 @@ impl AdaptedGate {
     /// With the last projection's.
     pub(super) fn of_mlp(
         phase: &Phase<'_>,
+        part: Adapted,
         (gate_up, down): (&Projection, &Projection),
-        inner: usize,
-        activation: Activation,
+        (inner, activation): (usize, Activation),
     ) -> Result<(Option<Self>, Option<LowRankBlock>), Error> {
-        let Some(AdapterSizes { adapters, feed_forward: [first, last], .. }) = phase.adapters else {
-            return Ok((None, None));
-        };
         let (hidden_size, dtype) = (phase.config.hidden_size, phase.dtype);
         let device = phase.stream.device();
-        let last = LowRankBlock::new(phase, (adapters, last), down, [hidden_size, inner])?;
-        let Some(block) = LowRankBlock::new(phase, (adapters, first), gate_up, [2 * inner, hidden_size])?
-        else {
-            return Ok((None, last));
-        };
-        let in_turn = matches!(gate_up.weight, ProjectionWeight::Packed(_));
+        let gate_up_size = (Which::First, gate_up, [2 * inner, hidden_size]);
+        let down_size = (Which::Last, down, [hidden_size, inner]);
+        let [first, last] = LowRankBlock::of_part(phase, part, [gate_up_size, down_size])?;
+        let Some(block) = first else { return Ok((None, last)) };
+        let in_turn = gate_up.is_in_turn();
         let plans = phase.plans(|phase| {
             let rows = phase.tokens;
             let elements = rows.saturating_mul(2 * inner);

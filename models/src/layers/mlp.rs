@@ -2,7 +2,7 @@
 
 use abi::ops::glu::Activation;
 
-use super::low_rank::{AdaptedGate, LowRankBlock, PartAdapters, Which, run_adapted};
+use super::low_rank::{Adapted, AdaptedGate, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{InPlace, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step};
 use crate::config::MlpConfig;
 use crate::loader::Loader;
@@ -67,7 +67,13 @@ struct MlpPlans {
 }
 
 impl MlpBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &MlpConfig, weights: &Mlp) -> Result<Self, Error> {
+    /// Of this part of a layer.
+    pub(super) fn new(
+        phase: &Phase<'_>,
+        part: Adapted,
+        config: &MlpConfig,
+        weights: &Mlp,
+    ) -> Result<Self, Error> {
         let &MlpConfig { intermediate_size: inner, activation } = config;
         let hidden_size = phase.config.hidden_size;
         let plans = phase.plans(|phase| {
@@ -82,7 +88,7 @@ impl MlpBlock {
             })
         })?;
         let (adapted_gate, low_rank) =
-            AdaptedGate::of_mlp(phase, (&weights.gate_up, &weights.down), inner, activation)?;
+            AdaptedGate::of_mlp(phase, part, (&weights.gate_up, &weights.down), (inner, activation))?;
         Ok(MlpBlock { plans, adapted_gate, low_rank, activated: phase.rows(&[inner])? })
     }
 

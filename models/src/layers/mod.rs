@@ -42,6 +42,7 @@ use host::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use host::ops::rope::RopeTables;
 use host::{Tensor, TensorView, TensorViewMut};
 use latent::LatentBlock;
+use low_rank::Adapted;
 pub(super) use low_rank::{AdaptedRows, AdapterSizes, Adapters, PartAdapters, RowSorter};
 use mlp::MlpBlock;
 use moe::MoeBlock;
@@ -173,11 +174,6 @@ impl<'a> Phase<'a> {
     ) -> Result<Plans<T>, Error> {
         let sizes = self.sizes.iter().copied().filter(|&size| size < most).chain([most]);
         Ok(Plans(sizes.map(|size| Ok((size, plan(self.of(size))?))).collect::<Result<_, Error>>()?))
-    }
-
-    /// `[tokens, k] · [n, k]ᵀ`.
-    pub(super) fn matmul(&self, n: usize, k: usize, bias: bool) -> Result<Matmul, Error> {
-        self.product(n, k, bias, Act::None, None)
     }
 
     /// `act([tokens, k] · [n, k]ᵀ + bias)`, or gated, with a weight that may be quantised.
@@ -395,10 +391,10 @@ impl MixerBlock {
                 block.run(step, (weights, adapters), cache, x, out)
             }
             (MixerBlock::DeltaNet(block), Mixer::DeltaNet(weights), Cache::Delta(cache)) => {
-                block.run(step, weights, cache, x, out)
+                block.run(step, (weights, adapters), cache, x, out)
             }
             (MixerBlock::Latent(block), Mixer::Latent(weights), Cache::LatentRows(cache)) => {
-                block.run(step, weights, cache, x, out)
+                block.run(step, (weights, adapters), cache, x, out)
             }
             // Weights, blocks and caches are made from one configuration.
             _ => Err(Error::invalid("Session", "layer", "the parts of one mixer", "those of several")),
@@ -429,7 +425,7 @@ impl FeedForwardBlock {
                 Ok(FeedForwardBlock::Idle)
             }
             (FeedForwardConfig::Mlp(config), FeedForward::Mlp(weights)) => {
-                Ok(FeedForwardBlock::Mlp(MlpBlock::new(phase, config, weights)?))
+                Ok(FeedForwardBlock::Mlp(MlpBlock::new(phase, Adapted::Mlp, config, weights)?))
             }
             (FeedForwardConfig::Moe(config), FeedForward::Moe(weights)) => {
                 Ok(FeedForwardBlock::Moe(MoeBlock::new(phase, config, weights)?))
@@ -481,7 +477,9 @@ impl FeedForwardBlock {
             (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => {
                 block.run(step, (weights, adapters), x, out)
             }
-            (FeedForwardBlock::Moe(block), FeedForward::Moe(weights)) => block.run(step, weights, x, out),
+            (FeedForwardBlock::Moe(block), FeedForward::Moe(weights)) => {
+                block.run(step, (weights, adapters), x, out)
+            }
             _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),
         }
     }

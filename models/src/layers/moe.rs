@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use abi::DType;
 
+use super::low_rank::{Adapted, PartAdapters};
 use super::mlp::MlpBlock;
 use super::projection::ExpertsPlan;
 use super::{Linear, Mlp, Phase, Plans, ProjectionKind, ProjectionWeight, Step};
@@ -197,9 +198,8 @@ impl MoeBlock {
         let (hidden_size, rows, inner) = (phase.config.hidden_size, tokens * top_k, expert.intermediate_size);
         let shared = config.shared.filter(|shared| shared.mlp.intermediate_size > 0);
         let shared = shared.zip(moe.shared.as_ref());
-        // Adapters add nothing to it.
-        let plain = Phase { adapters: None, ..*phase };
-        let shared = shared.map(|(shared, weights)| MlpBlock::new(&plain, &shared.mlp, weights));
+        let shared =
+            shared.map(|(shared, weights)| MlpBlock::new(phase, Adapted::SharedExpert, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         // Zeros stay where there is nothing of the experts, and in rows of pairs whose expert is elsewhere, which the
         // gate reads.
@@ -234,7 +234,7 @@ impl MoeBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &Moe,
+        (weights, adapters): (&Moe, Option<&PartAdapters>),
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
@@ -284,7 +284,7 @@ impl MoeBlock {
         if let (Some(block), Some(mlp), Some(shared_out)) =
             (&mut self.shared, &weights.shared, &mut shared_out)
         {
-            block.run(step, (mlp, None), x, shared_out.reborrow().slice(0, rows.clone())?)?;
+            block.run(step, (mlp, adapters), x, shared_out.reborrow().slice(0, rows.clone())?)?;
         }
         let has_gate = self.config.has_shared_gate() && shared_out.is_some();
         let gate = has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?;

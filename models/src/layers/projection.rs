@@ -79,6 +79,11 @@ impl Projection {
         self.weight.kind()
     }
 
+    /// Whether the rows of its parts, a gate and up, are in turn, and not above each other.
+    pub(crate) fn is_in_turn(&self) -> bool {
+        matches!(self.weight, ProjectionWeight::Packed(_))
+    }
+
     /// Bytes of the weight.
     pub fn bytes(&self) -> usize {
         self.weight.bytes()

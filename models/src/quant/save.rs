@@ -8,6 +8,7 @@ use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+use abi::DType;
 use host::Error;
 use host::weight::{Codes, QuantErrors, Quantised, ScaleType, Scheme, WeightSource};
 use rayon::prelude::*;
@@ -16,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::checkpoint::Data;
 use crate::config::{MAX_CONFIG_BYTES, parse_json, read_text};
-use crate::loader::{LoadProgress, Progress, tell};
+use crate::loader::{ListedExperts, LoadProgress, Progress, tell};
 use crate::weights::{DTYPES, Weights};
 use crate::{Checkpoint, ModelError};
 
@@ -27,6 +28,8 @@ const OP: &str = "save_quantised";
 const WEIGHT: &str = ".weight";
 /// The name of a file with all weights.
 const WHOLE: &str = "model.safetensors";
+/// Of experts that lie in one tensor and stay there.
+const NO_FORM: &str = "all experts in one tensor, for which compressed-tensors has no form";
 /// Endings of files that hold weights.
 const WEIGHT_FILES: [&str; 8] = ["safetensors", "bin", "pt", "pth", "gguf", "onnx", "msgpack", "h5"];
 
@@ -48,13 +51,13 @@ pub struct QuantReport {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct QuantisedTensor {
-    /// Its name in the file.
+    /// Its name in the file; of an expert that lay in a tensor with others, the name that it has by itself.
     pub name: String,
     /// Rows and columns.
     pub shape: [usize; 2],
     /// How far its values are from what they were.
     pub errors: QuantErrors,
-    /// Its bytes before.
+    /// Its bytes before, of an expert its part of that tensor's.
     pub bytes_before: u64,
     /// And after, with scales and what else belongs to it.
     pub bytes_after: u64,
@@ -90,9 +93,13 @@ impl Checkpoint {
     /// Writes this checkpoint, of floats in safetensors, with its projections and experts quantised: a folder
     /// `target` that [`Checkpoint::open`] and transformers read (compressed-tensors: `pack-quantized`,
     /// `float-quantized`, `mxfp4-pack-quantized` or `nvfp4-pack-quantized`). Tables, head, router, norms and all else
-    /// stay as they are, and so do projections whose columns are no whole groups, and experts that lie in one tensor;
-    /// the report names the latter two. Other files of the folder are
-    /// copied.
+    /// stay as they are, and so do projections whose columns are no whole groups; the report names the latter. Other
+    /// files of the folder are copied.
+    ///
+    /// Experts that lie in one tensor (`experts.gate_up_proj` and `experts.down_proj`, as transformers 5 saves them)
+    /// are written one by one, as `experts.0.gate_proj` and so on: compressed-tensors has no other form of experts.
+    /// Such a tensor stays, and the report names it, where it is not one of the model's, has another shape, or where
+    /// the file has one of those names already.
     ///
     /// The folder appears under its name once all is in it. Host memory is for the scales of a file's tensors, and one
     /// tensor's codes. `progress` is told bytes of the tensors as they were; [`ControlFlow::Break`] ends it, and
@@ -133,10 +140,12 @@ impl Checkpoint {
         let beside = Beside(beside);
 
         let wanted = self.projections()?;
+        let fused = self.fused_experts()?.into_iter().map(|own| (own.fused.clone(), own)).collect();
         let mut writer = Writer {
             scheme,
             format,
             wanted: &wanted,
+            fused: &fused,
             weights,
             report: QuantReport::default(),
             ignored: BTreeSet::from(["lm_head".to_owned()]),
@@ -353,7 +362,7 @@ impl Matrix<'_> {
 /// A tensor to write.
 enum Part<'a, 'q> {
     /// As it was.
-    Plain(RawTensor<'a>),
+    Plain { dtype: Dtype, shape: Vec<usize>, bytes: &'a [u8] },
     /// Made when it is written.
     Made { matrix: &'q Matrix<'a>, what: What, dtype: Dtype, shape: Vec<usize> },
 }
@@ -373,22 +382,20 @@ enum What {
 impl View for &Part<'_, '_> {
     fn dtype(&self) -> Dtype {
         match self {
-            Part::Plain(tensor) => tensor.dtype,
-            Part::Made { dtype, .. } => *dtype,
+            Part::Plain { dtype, .. } | Part::Made { dtype, .. } => *dtype,
         }
     }
 
     fn shape(&self) -> &[usize] {
         match self {
-            Part::Plain(tensor) => tensor.shape,
-            Part::Made { shape, .. } => shape,
+            Part::Plain { shape, .. } | Part::Made { shape, .. } => shape,
         }
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
         let Part::Made { matrix, what, dtype, shape } = self else {
-            let Part::Plain(tensor) = self else { return Cow::Borrowed(&[]) };
-            return Cow::Borrowed(tensor.bytes);
+            let Part::Plain { bytes, .. } = self else { return Cow::Borrowed(&[]) };
+            return Cow::Borrowed(bytes);
         };
         let (source, [n, k]) = (&matrix.source, matrix.size());
         let mut bytes = vec![0; self.data_len()];
@@ -436,7 +443,7 @@ impl View for &Part<'_, '_> {
 
     fn data_len(&self) -> usize {
         match self {
-            Part::Plain(tensor) => tensor.bytes.len(),
+            Part::Plain { bytes, .. } => bytes.len(),
             Part::Made { dtype, shape, .. } => shape.iter().product::<usize>() * dtype.bitsize() / 8,
         }
     }
@@ -450,6 +457,8 @@ struct Writer<'a, 'w> {
     format: Format,
     /// Names of the tensors to be quantised, each with those that it is one product with.
     wanted: &'w BTreeMap<String, Vec<String>>,
+    /// Experts that may be in one tensor, by its name.
+    fused: &'w BTreeMap<String, ListedExperts>,
     weights: &'a Weights,
     report: QuantReport,
     /// Modules that stay as they are.
@@ -459,36 +468,77 @@ struct Writer<'a, 'w> {
     progress: Progress<'w>,
 }
 
+/// A matrix in the files.
+struct Floats<'a> {
+    /// Where it is: a tensor's name, with more where it is a part of it.
+    place: String,
+    size: [usize; 2],
+    dtype: Dtype,
+    bytes: &'a [u8],
+}
+
+/// The weight of a module that is a `Linear` of its own in what is written.
+struct Linear<'a> {
+    /// The module's name.
+    name: String,
+    weight: Floats<'a>,
+    /// What it has one factor of all scales with, if not with itself alone.
+    product: Vec<Floats<'a>>,
+}
+
+impl<'a> Floats<'a> {
+    /// A tensor as a whole, if it is a matrix.
+    fn of(tensor: RawTensor<'a>) -> Option<Self> {
+        let &[n, k] = tensor.shape else { return None };
+        let place = tensor.name.to_owned();
+        Some(Floats { place, size: [n, k], dtype: tensor.dtype, bytes: tensor.bytes })
+    }
+}
+
 impl<'a> Writer<'a, '_> {
     /// One file. Returns the names of its tensors.
     fn write(&mut self, file: usize, path: &Path) -> Result<Vec<String>, Error> {
-        let mut matrices: Vec<(String, RawTensor<'a>, Matrix<'a>)> = Vec::new();
+        let mut matrices: Vec<(Linear<'a>, Matrix<'a>)> = Vec::new();
         let mut parts: Vec<(String, Part<'a, '_>)> = Vec::new();
         for tensor in self.weights.of_file(file) {
-            let bytes = tensor.bytes.len() as u64;
-            self.report.bytes_before += bytes;
-            match self.quantised(tensor)? {
-                Some((module, matrix)) => matrices.push((module, tensor, matrix)),
-                None => {
-                    self.report.bytes_after += bytes;
-                    parts.push((tensor.name.to_owned(), Part::Plain(tensor)));
+            let linears = if tensor.shape.len() == 3 { self.experts(tensor) } else { self.linear(tensor) };
+            if linears.is_empty() {
+                let RawTensor { dtype, bytes, .. } = tensor;
+                parts
+                    .push((tensor.name.to_owned(), Part::Plain { dtype, shape: tensor.shape.into(), bytes }));
+                self.advance(bytes.len(), Some(bytes.len()))?;
+            }
+            // Of a tensor of many experts one after the other, each from its own part of the file.
+            for linear in linears {
+                let Floats { size, dtype: stored, bytes, .. } = linear.weight;
+                match self.fitting(&linear.weight) {
+                    Ok(dtype) => {
+                        let matrix = self.matrix(&linear, dtype)?;
+                        matrices.push((linear, matrix));
+                        self.advance(bytes.len(), None)?;
+                    }
+                    Err(reason) => {
+                        let name = format!("{}{WEIGHT}", linear.name);
+                        parts.push((name.clone(), Part::Plain { dtype: stored, shape: size.into(), bytes }));
+                        self.report.kept.push((name, reason));
+                        self.ignored.insert(linear.name);
+                        self.advance(bytes.len(), Some(bytes.len()))?;
+                    }
                 }
             }
-            self.done += bytes;
-            tell(self.progress, self.done, self.total)?;
         }
-        for (module, tensor, matrix) in &matrices {
+        for (linear, matrix) in &matrices {
             let made = self.format.parts(matrix);
             let bytes_after = made.iter().map(|(_, part)| part.data_len() as u64).sum();
             self.report.bytes_after += bytes_after;
             self.report.tensors.push(QuantisedTensor {
-                name: tensor.name.to_owned(),
+                name: format!("{}{WEIGHT}", linear.name),
                 shape: matrix.size(),
                 errors: matrix.source.errors(),
-                bytes_before: tensor.bytes.len() as u64,
+                bytes_before: linear.weight.bytes.len() as u64,
                 bytes_after,
             });
-            parts.extend(made.into_iter().map(|(name, part)| (format!("{module}.{name}"), part)));
+            parts.extend(made.into_iter().map(|(name, part)| (format!("{}.{name}", linear.name), part)));
         }
         let names: Vec<String> = parts.iter().map(|(name, _)| name.clone()).collect();
         let views = parts.iter().map(|(name, part)| (name, part));
@@ -498,64 +548,115 @@ impl<'a> Writer<'a, '_> {
         Ok(names)
     }
 
-    /// A tensor's module and matrix, if it is to be quantised and can be; if it stays it is noted why.
-    fn quantised(&mut self, tensor: RawTensor<'a>) -> Result<Option<(String, Matrix<'a>)>, Error> {
-        if tensor.shape.len() == 3 && tensor.name.contains(".experts.") {
-            let reason = "all experts in one tensor, for which compressed-tensors has no form".to_owned();
-            self.report.kept.push((tensor.name.to_owned(), reason));
-        }
-        let (Some(module), &[n, k]) = (tensor.name.strip_suffix(WEIGHT), tensor.shape) else {
-            return Ok(None);
+    /// So many bytes are done, which are so many behind it if that is known.
+    fn advance(&mut self, bytes: usize, after: Option<usize>) -> Result<(), Error> {
+        self.report.bytes_before += bytes as u64;
+        self.report.bytes_after += after.unwrap_or(0) as u64;
+        self.done += bytes as u64;
+        tell(self.progress, self.done, self.total)
+    }
+
+    /// A linear layer's weight; none for a tensor that is no projection's.
+    fn linear(&mut self, tensor: RawTensor<'a>) -> Vec<Linear<'a>> {
+        let (Some(module), Some(weight)) = (tensor.name.strip_suffix(WEIGHT), Floats::of(tensor)) else {
+            return Vec::new();
         };
         let Some(product) = self.wanted.get(tensor.name) else {
             // A table is no `Linear`.
             if !module.ends_with("embed_tokens") {
                 self.ignored.insert(module.to_owned());
             }
-            return Ok(None);
+            return Vec::new();
         };
-        let dtype = DTYPES.iter().find(|(stored, dtype)| *stored == tensor.dtype && dtype.is_float());
-        let group = self.scheme.group as usize;
-        let reason = if dtype.is_none() {
-            Some(format!("type {}", tensor.dtype))
-        } else if n == 0 || k == 0 {
-            Some("it is empty".into())
-        } else if self.scheme.rows == 1 && group > 0 && !k.is_multiple_of(group) {
-            Some(format!("{k} columns are no whole groups of {group}"))
-        } else if matches!(self.format, Format::Packed { bits } if !k.is_multiple_of(32 / bits as usize)) {
-            Some(format!("{k} columns are no whole words"))
-        } else {
-            None
-        };
-        if let Some(reason) = reason {
-            self.ignored.insert(module.to_owned());
-            self.report.kept.push((tensor.name.to_owned(), reason));
-            return Ok(None);
+        let others = product.iter().filter(|_| product.len() > 1);
+        let product = others.filter_map(|name| Floats::of(self.weights.raw(name)?)).collect();
+        vec![Linear { name: module.to_owned(), weight, product }]
+    }
+
+    /// The parts of experts that lie in one tensor, by the names that they have where each is a tensor; none if the
+    /// tensor stays, which is noted.
+    fn experts(&mut self, tensor: RawTensor<'a>) -> Vec<Linear<'a>> {
+        let known = self.fused.get(tensor.name);
+        if known.is_none() && !tensor.name.contains(".experts.") {
+            return Vec::new();
         }
-        // One factor for what is one product.
-        let mut global = None;
-        if self.format == Format::Nvfp4 && product.len() > 1 {
-            for name in product {
-                let other =
-                    self.weights.raw(name).map(|other| quantise(other, self.scheme, None)).transpose()?;
-                let other = other.flatten().map(|other| other.global());
-                global = global.into_iter().chain(other).reduce(f32::max);
+        match known.ok_or_else(|| NO_FORM.to_owned()).and_then(|known| self.split(tensor, known)) {
+            Ok(linears) => linears,
+            Err(reason) => {
+                self.report.kept.push((tensor.name.to_owned(), reason));
+                Vec::new()
             }
         }
-        let source = quantise(tensor, self.scheme, global)?;
-        Ok(source.map(|source| (module.to_owned(), Matrix { scheme: *self.scheme, source })))
+    }
+
+    /// **Errors**: why the experts cannot be written one by one.
+    fn split(&self, tensor: RawTensor<'a>, known: &ListedExperts) -> Result<Vec<Linear<'a>>, String> {
+        let ([experts, rows, k], dtype) = (known.shape, tensor.dtype);
+        if tensor.shape != known.shape {
+            return Err(format!("{NO_FORM}, of shape {:?} and not {:?}", tensor.shape, known.shape));
+        }
+        if float(dtype).is_none() {
+            return Err(format!("{NO_FORM}, of type {dtype}"));
+        }
+        let mut linears = Vec::new();
+        let of_expert = tensor.bytes.chunks_exact(tensor.bytes.len() / experts);
+        for (expert, (names, bytes)) in std::iter::zip(&known.parts, of_expert).enumerate() {
+            let place = format!("{}, expert {expert}", tensor.name);
+            for (name, own) in std::iter::zip(names, bytes.chunks_exact(bytes.len() / names.len())) {
+                let module = name.strip_suffix(WEIGHT).filter(|_| !self.weights.contains(name));
+                let module = module.ok_or_else(|| format!("{NO_FORM}, and {name} is no name for one"))?;
+                let size = [rows / names.len(), k];
+                let weight = Floats { place: format!("{place}, {module}"), size, dtype, bytes: own };
+                // Gate and up are one product: a model that quantises them as it loads them gives them one factor.
+                let whole = Floats { place: place.clone(), size: [rows, k], dtype, bytes };
+                let product = if names.len() > 1 { vec![whole] } else { Vec::new() };
+                linears.push(Linear { name: module.to_owned(), weight, product });
+            }
+        }
+        Ok(linears)
+    }
+
+    /// The type of a matrix. **Errors**: why it cannot be quantised.
+    fn fitting(&self, matrix: &Floats<'_>) -> Result<DType, String> {
+        let (group, [n, k]) = (self.scheme.group as usize, matrix.size);
+        let Some(dtype) = float(matrix.dtype) else { return Err(format!("type {}", matrix.dtype)) };
+        if n == 0 || k == 0 {
+            Err("it is empty".into())
+        } else if self.scheme.rows == 1 && group > 0 && !k.is_multiple_of(group) {
+            Err(format!("{k} columns are no whole groups of {group}"))
+        } else if matches!(self.format, Format::Packed { bits } if !k.is_multiple_of(32 / bits as usize)) {
+            Err(format!("{k} columns are no whole words"))
+        } else {
+            Ok(dtype)
+        }
+    }
+
+    fn matrix(&self, linear: &Linear<'a>, dtype: DType) -> Result<Matrix<'a>, Error> {
+        // One factor for what is one product.
+        let mut global = None;
+        if self.format == Format::Nvfp4 {
+            for other in &linear.product {
+                let Some(dtype) = float(other.dtype) else { continue };
+                let other = quantise(other, dtype, self.scheme, None)?.global();
+                global = global.into_iter().chain([other]).reduce(f32::max);
+            }
+        }
+        Ok(Matrix { scheme: *self.scheme, source: quantise(&linear.weight, dtype, self.scheme, global)? })
     }
 }
 
-/// A matrix of floats; none if it is none.
+/// A stored type, if it is one of floats.
+fn float(stored: Dtype) -> Option<DType> {
+    DTYPES.iter().find(|(own, dtype)| *own == stored && dtype.is_float()).map(|&(_, dtype)| dtype)
+}
+
 fn quantise<'a>(
-    tensor: RawTensor<'a>,
+    floats: &Floats<'a>,
+    dtype: DType,
     scheme: &Scheme,
     global: Option<f32>,
-) -> Result<Option<Quantised<Rows<'a>>>, Error> {
-    let dtype = DTYPES.iter().find(|(stored, dtype)| *stored == tensor.dtype && dtype.is_float());
-    let (Some(&(_, dtype)), &[n, k]) = (dtype, tensor.shape) else { return Ok(None) };
-    let data = Data::Dense { dtype, bytes: tensor.bytes };
+) -> Result<Quantised<Rows<'a>>, Error> {
+    let data = Data::Dense { dtype, bytes: floats.bytes };
     let rows: Rows<'a> = Box::new(move |row, values| data.floats(row, values));
-    Quantised::with_global([n, k], *scheme, rows, global).map(Some).map_err(of_tensor(tensor.name))
+    Quantised::with_global(floats.size, *scheme, rows, global).map_err(of_tensor(&floats.place))
 }

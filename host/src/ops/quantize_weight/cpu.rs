@@ -113,10 +113,10 @@ impl<T: FloatElement> Matrix<'_, T> {
         let bytes = layout.stored_scale().bytes() as usize;
         // Rows and groups that are not there have none.
         scales.fill(0);
-        let zeros = zeros.map(|zeros| {
+        let mut zeros = zeros;
+        if let Some(zeros) = &mut zeros {
             zeros.fill(0);
-            zeros
-        });
+        }
         let (scales, zeros) = (SharedSlice::new(scales), zeros.map(SharedSlice::new));
         let blocks = (n / matrices).div_ceil(rows);
         for_rows((blocks * matrices) as usize, (n as usize) * k as usize, |line| {
