@@ -42,7 +42,7 @@ fn packed(model: &Model) -> Result<Vec<Vec<i8>>, warpforge::Error> {
 fn a_card_quantises_as_the_host_does() -> Outcome {
     for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
         let checkpoint = Checkpoint::open(&golden::folder(name))?;
-        for (title, scheme) in SCHEMES {
+        for (title, scheme) in SCHEMES.into_iter().chain([("e6m9", Scheme::E6M9)]) {
             let load = |device: &Device| -> Result<Vec<Vec<i8>>, warpforge::Error> {
                 let model =
                     Model::quantised(device, &checkpoint, DType::F32, Quantise::By(scheme), &mut |_| {})?;

@@ -105,8 +105,11 @@ fn expect_reference(
     let groups = want.scales.len().checked_div(n).unwrap_or(0);
     let width = if scheme.group == 0 { k } else { scheme.group as usize };
     for row in 0..n {
-        let (mut codes, mut after) = (vec![0; k], vec![0.0; k]);
+        let bytes = scheme.codes.bytes();
+        let (mut codes, mut after) = (vec![0; k * bytes], vec![0.0; k]);
         quantised.codes(row, &mut codes);
+        let codes: Vec<u16> =
+            codes.chunks(bytes).map(|code| code.iter().rev().fold(0, |code, &byte| code << 8 | u16::from(byte))).collect();
         prop_assert_eq!(&codes[..], &want.codes[row * k..][..k], "codes of row {}", row);
         quantised.dequantise(row, &mut after);
         for group in 0..groups {

@@ -1,15 +1,18 @@
 //! How a weight `[n, k]` lies in device memory when it is not a plain matrix: quantised, and packed for the kernels.
 //!
 //! ```text
-//! codes    [n / 16][k / 64] tiles of 16 rows and 64 of k, 512 bytes each for 4 bits, 1024 for 8. Lane l of a warp
-//!          takes 16 bytes (for 8 bits twice): of rows l / 4 and l / 4 + 8, and of k 16 j + 4 (l % 4) to + 3 for j = 0
-//!          … 3. That is what `mma` m16n8k16 wants of its first operand in a lane, so codes go from memory through
-//!          registers into the product. Tiles of 8 bits are also rows of 64 bytes, as `wgmma` takes them from shared
-//!          memory; their k are not in order ([`byte_place`]), nor need they be, if those of the other operand are not.
+//! codes    [n / 16][k / 64] tiles of 16 rows and 64 of k, 512 bytes each for 4 bits, 1024 for 8, 2048 for 16. Lane l
+//!          of a warp takes 16 bytes (for 8 bits twice): of rows l / 4 and l / 4 + 8, and of k 16 j + 4 (l % 4) to + 3
+//!          for j = 0 … 3. That is what `mma` m16n8k16 wants of its first operand in a lane, so codes go from memory
+//!          through registers into the product. Tiles of 8 bits are also rows of 64 bytes, as `wgmma` takes them from
+//!          shared memory; their k are not in order ([`byte_place`]), nor need they be, if those of the other operand
+//!          are not.
 //! 4 bits   word j has k's 16 of step j: pair i = 2 p + h (p: k's + 0, 1 or + 2, 3; h: the upper eight rows) has its
 //!          first element at bit 4 i and its second at bit 16 + 4 i
 //! 8 bits   word j has k's four of step j, in order; those of row l / 4 are in the first 512 bytes, of l / 4 + 8 in the
 //!          others
+//! 16 bits  a lane takes 16 bytes four times, 512 bytes apart: of row l / 4 and steps 0 and 1, of these 2 and 3, then of
+//!          row l / 4 + 8; in each k's four of one step, in order, and those of the next
 //! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a
 //!          lane's two are neighbours, in binary32 for groups of 64 and more; or two for `2^rows_log2` rows, that of
 //!          the even ones and that of the odd ones, each twice: [n / rows][k / group][4]. A gate's and up's rows in
@@ -46,6 +49,46 @@ pub const fn scale_place(row: u32) -> u32 {
     row % 8 * 2 + row / 8
 }
 
+/// The largest number of 6 bits of exponent and 9 of mantissa: `(2 − 2^-8) · 2^32`.
+pub const E6M9_MAX: f32 = 8_573_157_376.0;
+/// From the exponents of those 16-bit floats to those of binary32, in place.
+const E6M9_BIAS: u32 = (127 - 31) << 23;
+
+/// The value of a 16-bit float with 6 bits of exponent (bias 31) and 9 of mantissa, exactly: `± (1 + mantissa / 512) ·
+/// 2^(exponent − 31)`. There are no subnormal numbers; 15 bits of 0 are 0, 15 of 1 NaN, and there is no infinity
+/// (DLFloat: Agrawal et al., ARITH 2019).
+#[inline(always)]
+pub const fn e6m9_to_f32(code: u16) -> f32 {
+    let magnitude = (code & 0x7fff) as u32;
+    let bits = if magnitude == 0 {
+        0
+    } else if magnitude == 0x7fff {
+        0x7fc0_0000
+    } else {
+        (magnitude << 14) + E6M9_BIAS
+    };
+    f32::from_bits(((code & 0x8000) as u32) << 16 | bits)
+}
+
+/// The nearest of these floats, ties to the even code; beyond the largest, that (also for infinity); NaN stays NaN.
+#[inline(always)]
+pub const fn e6m9_from_f32(value: f32) -> u16 {
+    const LEAST: u32 = e6m9_to_f32(1).to_bits();
+    let (sign, bits) = ((value.to_bits() >> 16 & 0x8000) as u16, value.to_bits() & 0x7fff_ffff);
+    let magnitude = if bits > 0x7f80_0000 {
+        0x7fff
+    } else if bits <= LEAST - (1 << 23) {
+        // Up to half of the least.
+        0
+    } else if bits <= LEAST {
+        1
+    } else {
+        let rounded = (bits - E6M9_BIAS + 0x1fff + (bits >> 14 & 1)) >> 14;
+        if rounded > 0x7ffe { 0x7ffe } else { rounded as u16 }
+    };
+    sign | magnitude
+}
+
 /// What a code stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Codes {
@@ -58,18 +101,26 @@ pub enum Codes {
     E2m1,
     /// fp8: sign, 4 bits of exponent, 3 of mantissa, at most 448.
     E4m3,
+    /// 16 bits: sign, 6 bits of exponent, 9 of mantissa ([`e6m9_to_f32`]).
+    E6m9,
 }
 
 impl Codes {
     /// All of them.
-    pub const ALL: [Codes; 4] = [Codes::Int4, Codes::Int8, Codes::E2m1, Codes::E4m3];
+    pub const ALL: [Codes; 5] = [Codes::Int4, Codes::Int8, Codes::E2m1, Codes::E4m3, Codes::E6m9];
 
     /// Bits of a code.
     pub const fn bits(self) -> u32 {
         match self {
             Codes::Int4 | Codes::E2m1 => 4,
             Codes::Int8 | Codes::E4m3 => 8,
+            Codes::E6m9 => 16,
         }
+    }
+
+    /// Bytes of a code by itself.
+    pub const fn bytes(self) -> usize {
+        self.bits().div_ceil(8) as usize
     }
 
     /// 32-bit words of a tile that a lane has.
@@ -87,7 +138,7 @@ impl Codes {
         match self {
             Codes::Int4 => 8,
             Codes::Int8 => 128,
-            Codes::E2m1 | Codes::E4m3 => 0,
+            Codes::E2m1 | Codes::E4m3 | Codes::E6m9 => 0,
         }
     }
 
@@ -99,6 +150,7 @@ impl Codes {
             Codes::Int8 => 127.0,
             Codes::E2m1 => 6.0,
             Codes::E4m3 => 448.0,
+            Codes::E6m9 => E6M9_MAX,
         }
     }
 
@@ -114,6 +166,7 @@ impl Codes {
             Codes::Int8 => "int8",
             Codes::E2m1 => "e2m1",
             Codes::E4m3 => "e4m3",
+            Codes::E6m9 => "e6m9",
         }
     }
 
@@ -125,9 +178,14 @@ impl Codes {
                 let lane = row % 8 * 4 + k % 16 / 4;
                 (lane * 4 + k / 16, 4 * (2 * pair + upper) + 16 * second)
             }
-            _ => {
+            8 => {
                 let byte = row * TILE_K + byte_place(k);
                 (byte / 4, 8 * (byte % 4))
+            }
+            _ => {
+                let (lane, step) = (row % 8 * 4 + k % 16 / 4, k / 16);
+                let line = row / 8 * 2 + step / 2;
+                (line * 128 + lane * 4 + step % 2 * 2 + k % 4 / 2, 16 * (k % 2))
             }
         }
     }
@@ -219,6 +277,10 @@ impl Layout {
         if scale.has_supers() && (group == 0 || group >= TILE_K) {
             return Some("super scales of groups below 64");
         }
+        let is_one = group == 0 && rows == 1 && matches!(scale, ScaleType::F32);
+        if matches!(codes, Codes::E6m9) && !is_one {
+            return Some("one scale in binary32 for a row of 16-bit floats");
+        }
         let integers = matches!(codes, Codes::Int4 | Codes::Int8);
         if (zeros || minimums || scale.has_supers()) && !integers {
             return Some("zero points, minimums and super scales of integers");
@@ -289,11 +351,30 @@ impl crate::Params for WeightDims {}
 mod tests {
     use super::*;
 
+    #[test]
+    fn e6m9_is_the_nearest() {
+        for code in 0..0x7ffe {
+            let [low, high] = [code, code + 1].map(|code| f64::from(e6m9_to_f32(code)));
+            let middle = ((low + high) / 2.0) as f32;
+            let even = code + code % 2;
+            let found = [middle.next_down(), middle, middle.next_up()].map(e6m9_from_f32);
+            assert_eq!(found, [code, even, code + 1], "{low:e} to {high:e}");
+            assert_eq!(e6m9_from_f32(-middle), 0x8000 | even);
+            assert_eq!(e6m9_from_f32(high as f32), code + 1);
+        }
+        for large in [E6M9_MAX.next_up(), f32::MAX, f32::INFINITY] {
+            assert_eq!([large, -large].map(e6m9_from_f32), [0x7ffe, 0xfffe]);
+        }
+        assert_eq!(e6m9_to_f32(0x7ffe), E6M9_MAX);
+        assert!(e6m9_to_f32(0x7fff).is_nan() && e6m9_from_f32(f32::NAN) == 0x7fff);
+        assert_eq!([1.0, -2.0, 1.5, 0.0, -0.0].map(e6m9_from_f32), [0x3e00, 0xc000, 0x3f00, 0, 0x8000]);
+    }
+
     /// Every code of a tile has a place of its own.
     #[test]
     fn places_differ() {
         for codes in Codes::ALL {
-            let mut taken = [[false; 32]; 256];
+            let mut taken = [[false; 32]; 512];
             for row in 0..TILE_ROWS {
                 for k in 0..TILE_K {
                     let (word, bit) = codes.place(row, k);

@@ -4,7 +4,7 @@
 //! of k that the other operand follows. Codes become 16-bit floats exactly, so all of a weight's rounding is in its
 //! scales, which multiply sums in f32.
 
-use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, WeightDims};
+use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, WeightDims, e6m9_to_f32};
 use cuda_std::cvt::{self, Element, f16};
 #[cfg(not(lacks_mma_sync))]
 use cuda_std::cvt::{bf16, bf16x2_fma, f16x2_fma};
@@ -73,7 +73,21 @@ pub trait Code {
     const CODES: Codes;
     /// Whether they are integers, which alone have zero points, minimums and super scales.
     const INTEGERS: bool = matches!(Self::CODES, Codes::Int4 | Codes::Int8);
+    /// A lane's words of a tile.
+    type Words: Copy;
+
+    /// Reads them, from the lane's first on.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tile exists; it is *aligned(16)*.
+    unsafe fn load(at: *const u32) -> Self::Words;
+
+    /// A code: of row `lane / 4 + 8 · row`, in a step the one of the lane's four.
+    fn code(words: &Self::Words, step: usize, row: usize, i: usize) -> u32;
 }
+
+/// Of 4 and 8 bits, of which a lane has 4 or 8 words.
+pub type FewWords = [u32; 8];
 
 macro_rules! codes {
     ($($name:ident)*) => {$(
@@ -82,10 +96,59 @@ macro_rules! codes {
 
         impl Code for $name {
             const CODES: Codes = Codes::$name;
+            type Words = FewWords;
+
+            #[inline(always)]
+            unsafe fn load(at: *const u32) -> FewWords {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let low = global::load_stream_x4(at);
+                    let high = if Self::CODES.bits() == 8 {
+                        global::load_stream_x4(at.wrapping_add(128))
+                    } else {
+                        [0; 4]
+                    };
+                    [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
+                }
+            }
+
+            #[inline(always)]
+            fn code(words: &FewWords, step: usize, row: usize, i: usize) -> u32 {
+                if Self::CODES.bits() == 4 {
+                    words[step] >> (4 * (2 * (i / 2) + row) + 16 * (i % 2)) & 15
+                } else {
+                    words[4 * row + step] >> (8 * i) & 0xff
+                }
+            }
         }
     )*};
 }
 codes! { Int4 Int8 E2m1 E4m3 }
+
+/// `Codes::E6m9`.
+pub struct E6m9;
+
+impl Code for E6m9 {
+    const CODES: Codes = Codes::E6m9;
+    type Words = [[u32; 4]; 4];
+
+    #[inline(always)]
+    unsafe fn load(at: *const u32) -> [[u32; 4]; 4] {
+        let mut words = [[0; 4]; 4];
+        let mut line = 0;
+        while line < 4 {
+            // SAFETY: the caller's promise.
+            words[line] = unsafe { global::load_stream_x4(at.wrapping_add(128 * line)) };
+            line += 1;
+        }
+        words
+    }
+
+    #[inline(always)]
+    fn code(words: &[[u32; 4]; 4], step: usize, row: usize, i: usize) -> u32 {
+        words[2 * row + step / 2][step % 2 * 2 + i / 2] >> (16 * (i % 2)) & 0xffff
+    }
+}
 
 #[inline(always)]
 fn e4m3_to_f32(byte: u32) -> f32 {
@@ -371,20 +434,15 @@ impl Row<'_> {
         }
     }
 
-    /// The lane's words of a tile, of which there are 4 or 8.
+    /// The lane's words of a tile.
     ///
     /// # Safety
     /// - *in-bounds*: the tile exists.
     #[inline(always)]
-    pub unsafe fn words<C: Code>(&self, tile: u32) -> [u32; 8] {
+    pub unsafe fn words<C: Code>(&self, tile: u32) -> C::Words {
         let at = self.codes.wrapping_add(tile as usize * (C::CODES.tile_bytes() / 4) as usize);
         // SAFETY: the caller's promise; tiles are multiples of 512 bytes.
-        unsafe {
-            let low = global::load_stream_x4(at);
-            let high =
-                if C::CODES.bits() == 8 { global::load_stream_x4(at.wrapping_add(128)) } else { [0; 4] };
-            [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
-        }
+        unsafe { C::load(at) }
     }
 
     /// The scales of the lane's rows `lane / 4` and `lane / 4 + 8` of a tile.
@@ -439,7 +497,7 @@ impl Row<'_> {
 
 /// The lane's four values of k of either row in a step, in f32.
 #[inline(always)]
-pub fn values<C: Code>(words: &[u32; 8], step: usize, zero: [u32; 2]) -> [[f32; 4]; 2] {
+pub fn values<C: Code>(words: &C::Words, step: usize, zero: [u32; 2]) -> [[f32; 4]; 2] {
     let mut values = [[0.0; 4]; 2];
     // 2^23, whose last place is 1.
     const BASE: u32 = 0x4b00_0000;
@@ -447,12 +505,7 @@ pub fn values<C: Code>(words: &[u32; 8], step: usize, zero: [u32; 2]) -> [[f32; 
     while row < 2 {
         let mut i = 0;
         while i < 4 {
-            let (pair, second) = (i / 2, i % 2);
-            let code = if C::CODES.bits() == 4 {
-                words[step] >> (4 * (2 * pair + row) + 16 * second) & 15
-            } else {
-                words[4 * row + step] >> (8 * i) & 0xff
-            };
+            let code = C::code(words, step, row, i);
             values[row][i] = match C::CODES {
                 Codes::Int4 | Codes::Int8 => f32::from_bits(BASE | code) - f32::from_bits(BASE | zero[row]),
                 // As if it were a binary32 of the smallest exponents, times 2^126.
@@ -460,6 +513,7 @@ pub fn values<C: Code>(words: &[u32; 8], step: usize, zero: [u32; 2]) -> [[f32; 
                     f32::from_bits((code & 8) << 28 | (code & 7) << 22) * f32::from_bits(0x7e80_0000)
                 }
                 Codes::E4m3 => e4m3_to_f32(code),
+                Codes::E6m9 => e6m9_to_f32(code as u16),
             };
             i += 1;
         }
@@ -540,7 +594,11 @@ impl Pair for f16 {
 /// The lane's registers of `mma`'s first operand in a step: codes less their zero points.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-pub fn fragment<C: Code, T: Pair>(words: &[u32; 8], step: usize, zero: [u32; 2]) -> [u32; 4] {
+pub fn fragment<C: Code<Words = FewWords>, T: Pair>(
+    words: &FewWords,
+    step: usize,
+    zero: [u32; 2],
+) -> [u32; 4] {
     let mut pairs = [0; 4];
     let mut i = 0;
     while i < 4 {
@@ -561,6 +619,8 @@ pub fn fragment<C: Code, T: Pair>(words: &[u32; 8], step: usize, zero: [u32; 2])
                 T::fma(cvt::lop3::<0xea>(rest, 0x0007_0007 << T::E2M1.0, sign), power, 0x8000_8000)
             }
             Codes::E4m3 => T::of_e4m3(words[4 * row + step], pair),
+            // Of more words; its values are no 16-bit floats.
+            Codes::E6m9 => 0,
         };
         i += 1;
     }

@@ -7,7 +7,7 @@ use std::array;
 use std::ops::Range;
 use std::sync::LazyLock;
 
-use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, TILE_ROWS};
+use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, TILE_ROWS, e6m9_to_f32};
 use half::f16;
 
 use super::{Counts, Weight};
@@ -92,7 +92,8 @@ impl<'a> Packed<'a> {
     pub(crate) fn places(&self) -> &'static [u8; TILE] {
         match self.weight.layout.codes.bits() {
             4 => &const { places_of_nibbles() },
-            _ => &const { places_of_bytes() },
+            8 => &const { places_of_bytes() },
+            _ => &const { places_of_halves() },
         }
     }
 
@@ -156,6 +157,8 @@ impl<'a> Packed<'a> {
             (Codes::E2m1, false) => self.for_tiles_of::<V, E2M1, false>(expert, block, tiles, user),
             (Codes::E4m3, true) => self.for_tiles_of::<V, E4M3, true>(expert, block, tiles, user),
             (Codes::E4m3, false) => self.for_tiles_of::<V, E4M3, false>(expert, block, tiles, user),
+            // They have one scale for a row.
+            (Codes::E6m9, _) => self.for_tiles_of::<V, E6M9, true>(expert, block, tiles, user),
         }
     }
 
@@ -224,10 +227,18 @@ impl<'a> Packed<'a> {
                                 }
                             }
                         }
-                        _ => {
+                        E4M3 => {
                             let (codes, _) = codes.as_chunks();
                             for i in 0..4 {
                                 decoded[i] = V::load_e4m3(&codes[i]);
+                            }
+                        }
+                        _ => {
+                            // Two lines of a row, of two steps each.
+                            let line = |line: usize| &pieces[(2 * lower + line) * (ROWS / 2) + row];
+                            for i in 0..4 {
+                                let halves = words_of(&line(i / 2)[i % 2 * 32..]);
+                                decoded[i] = V::load(&halves.map(e6m9_to_f32));
                             }
                         }
                     }
@@ -315,11 +326,12 @@ impl<'a> Packed<'a> {
 /// Bytes of codes from those that are multiplied to those that are fetched.
 const AHEAD: usize = 3072;
 
-/// [`Codes`] as parameters; those of four bits are below those of eight.
+/// [`Codes`] as parameters; those of four bits are below those of more.
 const INT4: u8 = 0;
 const E2M1: u8 = 1;
 const INT8: u8 = 2;
 const E4M3: u8 = 3;
+const E6M9: u8 = 4;
 
 /// Columns of a tile, and its steps of 16.
 const TILE: usize = TILE_K as usize;
@@ -406,7 +418,19 @@ const fn places_of_bytes() -> [u8; TILE] {
     places
 }
 
-/// The first sixteen binary16 of these bytes.
+/// Columns in the order of a row's two lines of 16-bit codes: [`Codes::place`].
+const fn places_of_halves() -> [u8; TILE] {
+    let mut places = [0; TILE];
+    let mut i = 0;
+    while i < TILE {
+        let (line, lane, step) = (i / 32, i % 32 / 8, i % 8 / 4);
+        places[i] = ((2 * line + step) * 16 + lane * 4 + i % 4) as u8;
+        i += 1;
+    }
+    places
+}
+
+/// The first sixteen numbers of 16 bits of these bytes.
 #[inline(always)]
 fn words_of(bytes: &[u8]) -> [u16; LANES] {
     std::array::from_fn(|i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]))
@@ -567,6 +591,9 @@ pub(super) mod tests {
             assert_eq!(Codes::Int4.place(row as u32, column), place, "{row} {i}");
             let (word, bit) = Codes::Int8.place(row as u32, places_of_bytes()[i].into());
             let byte = row * 64 + i;
+            assert_eq!((word * 4 + bit / 8) as usize, byte, "{row} {i}");
+            let (word, bit) = Codes::E6m9.place(row as u32, places_of_halves()[i].into());
+            let byte = (2 * lower + i / 32) * 512 + upper * 64 + i % 32 * 2;
             assert_eq!((word * 4 + bit / 8) as usize, byte, "{row} {i}");
         }
     }

@@ -39,7 +39,7 @@ pub trait WeightSource: Sync {
     /// What is to be packed.
     fn layout(&self) -> Layout;
 
-    /// The codes of a row, `k` of them, a byte each.
+    /// The codes of a row, `k` of them, a byte each; those of 16 bits two bytes, the low one first.
     fn codes(&self, row: usize, codes: &mut [u8]);
 
     /// The bits of a group's scale in the layout's type.
@@ -198,13 +198,13 @@ impl<S: WeightSource> WeightSource for Part<S> {
     }
 
     fn codes(&self, row: usize, codes: &mut [u8]) {
-        let [_, k] = self.source.size();
+        let ([_, k], bytes) = (self.source.size(), self.source.layout().codes.bytes());
         if self.cols == (0..k) {
             return self.source.codes(self.row(row), codes);
         }
-        let mut all = vec![0; k];
+        let mut all = vec![0; k * bytes];
         self.source.codes(self.row(row), &mut all);
-        codes.copy_from_slice(&all[self.cols.clone()]);
+        codes.copy_from_slice(&all[self.cols.start * bytes..self.cols.end * bytes]);
     }
 
     fn scale(&self, row: usize, group: usize) -> u32 {

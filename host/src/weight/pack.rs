@@ -133,6 +133,8 @@ pub(super) fn random(
             Codes::Int8 => 74.0,
             Codes::E2m1 => 3.0,
             Codes::E4m3 => 116.0,
+            // Of those that are drawn, from 1 to 2.
+            Codes::E6m9 => 1.53,
         }
     }
     check_experts(layout, experts, [n, k])?;
@@ -140,13 +142,21 @@ pub(super) fn random(
     let global = if layout.scale == ScaleType::E4m3 { scale } else { 1.0 };
     let mut weight = empty(stream, layout, experts, [n, k])?;
     weight.globals = vec![global; experts];
-    let mut state = seed;
+    let (mut state, mut is_low) = (seed, false);
     let codes = std::iter::repeat_with(|| {
         // An LCG (Knuth's MMIX constants), of which the upper bits are the good ones.
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let byte = (state >> 56) as u8;
-        // Two codes of fp8 are NaN.
-        if layout.codes == Codes::E4m3 && byte & 0x7f == 0x7f { byte ^ 1 } else { byte }
+        match layout.codes {
+            // Two codes of fp8 are NaN.
+            Codes::E4m3 if byte & 0x7f == 0x7f => byte ^ 1,
+            // Of 16 bits the upper byte, which comes second, has the exponent of 1.
+            Codes::E6m9 => {
+                is_low = !is_low;
+                if is_low { byte } else { byte & 0x81 | 0x3e }
+            }
+            _ => byte,
+        }
     });
     fill(stream, Some(&mut weight.codes), codes)?;
     let half = half::f16::from_f32(scale).to_bits().to_le_bytes();
@@ -261,17 +271,19 @@ fn row_block(
     let words = codes_of.tile_bytes() as usize / 4;
     let mut tiles = vec![0u32; counts.tiles * words];
     // What is beyond the matrix counts from the zero point.
-    let mut row_codes = vec![layout.zero(); counts.tiles * tile_k];
+    let bytes = codes_of.bytes();
+    let mut row_codes = vec![layout.zero(); counts.tiles * tile_k * bytes];
     for row in 0..tile_rows {
         if row < rows {
-            source.codes(first + row, &mut row_codes[..k]);
+            source.codes(first + row, &mut row_codes[..k * bytes]);
         } else {
             row_codes.fill(layout.zero());
         }
-        for (tile, codes) in tiles.chunks_mut(words).zip(row_codes.chunks(tile_k)) {
-            for (col, &code) in codes.iter().enumerate() {
+        for (tile, codes) in tiles.chunks_mut(words).zip(row_codes.chunks(tile_k * bytes)) {
+            for (col, code) in codes.chunks(bytes).enumerate() {
                 let (word, bit) = codes_of.place(row as u32, col as u32);
-                tile[word as usize] |= u32::from(code) << bit;
+                let code = code.iter().rev().fold(0, |code, &byte| code << 8 | u32::from(byte));
+                tile[word as usize] |= code << bit;
             }
         }
     }

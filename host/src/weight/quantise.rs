@@ -1,7 +1,7 @@
 //! From plain matrices to quantised ones: round to nearest, by scales from the largest or almost largest values.
 
 use abi::ops::quantize_weight::{covered_rank, e2m1_code, e8m0_scale, integer_code, zero_point};
-use abi::weight::{Codes, Layout, ScaleType};
+use abi::weight::{Codes, E6M9_MAX, Layout, ScaleType, e6m9_from_f32, e6m9_to_f32};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -50,14 +50,19 @@ impl Scheme {
     /// fp4 with an fp8 scale for 16 elements of a row, and one for all.
     pub const NVFP4: Scheme = Scheme { codes: Codes::E2m1, group: 16, scale: ScaleType::E4m3, ..Self::INT8 };
 
+    /// 16-bit floats with 6 bits of exponent and 9 of mantissa ([`e6m9_to_f32`](abi::weight::e6m9_to_f32)), without a
+    /// scale: that of a row is 1 unless its values are larger than the largest of them.
+    pub const E6M9: Scheme = Scheme { codes: Codes::E6m9, ..Self::INT8 };
+
     /// The names that [`str::parse`] takes, and what they mean.
-    pub const NAMED: [(&str, Scheme); 6] = [
+    pub const NAMED: [(&str, Scheme); 7] = [
         ("int8", Self::INT8),
         ("int4", Self::INT4),
         ("fp8", Self::FP8),
         ("fp8-channel", Self::FP8_CHANNEL),
         ("mxfp4", Self::MXFP4),
         ("nvfp4", Self::NVFP4),
+        ("e6m9", Self::E6M9),
     ];
 
     /// The layout of what it makes.
@@ -92,6 +97,7 @@ impl Scheme {
         let (magnitude, most) = (high.max(-low), self.codes.most());
         let wanted = match self.asymmetric {
             true => (high - low) / f32::from(most),
+            false if self.codes == Codes::E6m9 && magnitude <= E6M9_MAX => 1.0,
             false => magnitude / self.codes.largest(),
         };
         let bits = match self.scale {
@@ -109,12 +115,13 @@ impl Scheme {
     }
 
     /// The code of a value, by its group's scale and zero point.
-    pub(crate) fn code_of(&self, value: f32, (scale, zero): (f32, u8)) -> u8 {
+    pub(crate) fn code_of(&self, value: f32, (scale, zero): (f32, u8)) -> u16 {
         let scaled = if scale > 0.0 { value / scale } else { 0.0 };
         match self.codes {
-            Codes::Int4 | Codes::Int8 => integer_code(scaled, zero, self.codes.most()),
-            Codes::E2m1 => e2m1_code(scaled),
-            Codes::E4m3 => F8E4M3::from_f32(scaled).0,
+            Codes::Int4 | Codes::Int8 => integer_code(scaled, zero, self.codes.most()).into(),
+            Codes::E2m1 => e2m1_code(scaled).into(),
+            Codes::E4m3 => F8E4M3::from_f32(scaled).0.into(),
+            Codes::E6m9 => e6m9_from_f32(scaled),
         }
     }
 }
@@ -212,27 +219,30 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
     }
 
     /// The value of a code.
-    fn value(&self, code: u8, row: usize, group: usize) -> f32 {
+    fn value(&self, code: u16, row: usize, group: usize) -> f32 {
         let index = self.index(row, group);
         let scale = number(self.scheme.scale, &self.scales[index].to_le_bytes(), self.global);
         scale
             * match self.scheme.codes {
                 Codes::Int4 | Codes::Int8 => {
                     let zero = self.zeros.get(index).copied().unwrap_or(self.scheme.codes.zero());
-                    f32::from(i16::from(code) - i16::from(zero))
+                    f32::from(code as i16 - i16::from(zero))
                 }
-                Codes::E2m1 => e2m1(code),
-                Codes::E4m3 => F8E4M3(code).to_f32(),
+                Codes::E2m1 => e2m1(code as u8),
+                Codes::E4m3 => F8E4M3(code as u8).to_f32(),
+                Codes::E6m9 => e6m9_to_f32(code),
             }
     }
 
     /// Writes a row as it is after quantisation: what fake quantisation computes with, whose gradient is taken as that
     /// of the row itself (straight through).
     pub fn dequantise(&self, row: usize, values: &mut [f32]) {
-        let mut codes = vec![0; self.size[1]];
+        let bytes = self.scheme.codes.bytes();
+        let mut codes = vec![0; self.size[1] * bytes];
         self.codes(row, &mut codes);
         let width = if self.scheme.group == 0 { usize::MAX } else { self.scheme.group as usize };
-        for (col, (value, code)) in std::iter::zip(values, codes).enumerate() {
+        for (col, (value, code)) in std::iter::zip(values, codes.chunks(bytes)).enumerate() {
+            let code = code.iter().rev().fold(0, |code, &byte| code << 8 | u16::from(byte));
             *value = self.value(code, row, col / width);
         }
     }
@@ -302,14 +312,15 @@ impl<R: Fn(usize, &mut [f32]) + Sync> WeightSource for Quantised<R> {
     }
 
     fn codes(&self, row: usize, codes: &mut [u8]) {
+        let bytes = self.scheme.codes.bytes();
         let mut values = vec![0.0; self.size[1]];
         (self.rows)(row, &mut values);
         let width = if self.scheme.group == 0 { usize::MAX } else { self.scheme.group as usize };
-        for (col, (code, value)) in std::iter::zip(codes, values).enumerate() {
+        for (col, (code, value)) in std::iter::zip(codes.chunks_mut(bytes), values).enumerate() {
             let index = self.index(row, col / width);
             let scale = number(self.scheme.scale, &self.scales[index].to_le_bytes(), self.global);
             let zero = self.zeros.get(index).copied().unwrap_or(self.scheme.codes.zero());
-            *code = self.scheme.code_of(value, (scale, zero));
+            code.copy_from_slice(&self.scheme.code_of(value, (scale, zero)).to_le_bytes()[..bytes]);
         }
     }
 
@@ -354,7 +365,7 @@ mod tests {
         let stream = Device::cpu().stream()?;
         let asymmetric = Scheme { asymmetric: true, scale: ScaleType::F16, ..Scheme::INT4 };
         let named = Scheme::NAMED.map(|(_, scheme)| scheme);
-        let bounds = [0.006, 0.12, 0.04, 0.04, 0.2, 0.14];
+        let bounds = [0.006, 0.12, 0.04, 0.04, 0.2, 0.14, 0.001];
         for (scheme, bound) in std::iter::zip(named, bounds).chain([(asymmetric, 0.12)]) {
             let quantised = Quantised::new([n, k], scheme, rows)?;
             let QuantErrors { relative: error, largest } = quantised.errors();

@@ -7,6 +7,7 @@ use proptest::sample::select;
 use testkit::round::round_to;
 use testkit::strategies::{Rng, Values, dims_from};
 use warpforge::ops::glu::Activation;
+use warpforge::ops::quantize_weight::reference;
 use warpforge::ops::matmul::{
     Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
     PackedChoices, select_packed,
@@ -24,7 +25,7 @@ use crate::harness::{
 pub(crate) struct Source {
     size: [usize; 2],
     layout: WeightLayout,
-    codes: Vec<u8>,
+    codes: Vec<u16>,
     scales: Vec<u32>,
     zeros: Vec<u8>,
     minimums: Vec<u32>,
@@ -40,13 +41,15 @@ impl Source {
 
     pub(crate) fn new([n, k]: [usize; 2], layout: WeightLayout, seed: u64) -> Self {
         let mut random = Rng::new(seed);
-        let mut byte = |below: usize| random.below(below) as u8;
+        let mut number = |below: usize| random.below(below) as u16;
         let codes = (0..n * k)
             .map(|_| match layout.codes {
-                Codes::Int4 | Codes::E2m1 => byte(16),
-                Codes::Int8 => byte(256),
+                Codes::Int4 | Codes::E2m1 => number(16),
+                Codes::Int8 => number(256),
                 // Without its NaNs.
-                Codes::E4m3 => byte(127) | byte(2) << 7,
+                Codes::E4m3 => number(127) | number(2) << 7,
+                // 0, the least, and from 2^-9 to 2^7: so that sums are not of the largest alone.
+                Codes::E6m9 => number(2) << 15 | [0, 1, number(16 << 9) + (22 << 9)][number(64).min(2) as usize],
             })
             .collect();
         let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
@@ -131,7 +134,8 @@ impl Source {
                         let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code % 8)];
                         if code < 8 { magnitude } else { -magnitude }
                     }
-                    Codes::E4m3 => F8E4M3(code).to_f32().into(),
+                    Codes::E4m3 => F8E4M3(code as u8).to_f32().into(),
+                    Codes::E6m9 => reference::value(Codes::E6m9, 0, code),
                 };
                 let minimum =
                     if self.layout.minimums { number(self.minimums[index], factor[1]) } else { 0.0 };
@@ -152,7 +156,10 @@ impl WeightSource for Source {
     }
 
     fn codes(&self, row: usize, codes: &mut [u8]) {
-        codes.copy_from_slice(&self.codes[row * self.size[1]..][..self.size[1]]);
+        let bytes = self.layout.codes.bytes();
+        for (to, code) in codes.chunks_mut(bytes).zip(&self.codes[row * self.size[1]..]) {
+            to.copy_from_slice(&code.to_le_bytes()[..bytes]);
+        }
     }
 
     fn scale(&self, row: usize, group: usize) -> u32 {

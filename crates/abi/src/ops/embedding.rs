@@ -67,14 +67,17 @@ macro_rules! embedding_packed_table {
             embedding_f32_int8__packed__sm61 => f32, F32, Int8;
             embedding_f32_e2m1__packed__sm61 => f32, F32, E2m1;
             embedding_f32_e4m3__packed__sm61 => f32, F32, E4m3;
+            embedding_f32_e6m9__packed__sm61 => f32, F32, E6m9;
             embedding_f16_int4__packed__sm61 => f16, F16, Int4;
             embedding_f16_int8__packed__sm61 => f16, F16, Int8;
             embedding_f16_e2m1__packed__sm61 => f16, F16, E2m1;
             embedding_f16_e4m3__packed__sm61 => f16, F16, E4m3;
+            embedding_f16_e6m9__packed__sm61 => f16, F16, E6m9;
             embedding_bf16_int4__packed__sm61 => bf16, BF16, Int4;
             embedding_bf16_int8__packed__sm61 => bf16, BF16, Int8;
             embedding_bf16_e2m1__packed__sm61 => bf16, BF16, E2m1;
             embedding_bf16_e4m3__packed__sm61 => bf16, BF16, E4m3;
+            embedding_bf16_e6m9__packed__sm61 => bf16, BF16, E6m9;
         }
     };
 }

@@ -17,7 +17,7 @@ use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread};
 
 use crate::matmul::simt;
-use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, Int4, Int8, Packed};
+use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packed};
 
 /// What a thread moves at a time.
 trait Unit: Copy + 'static {

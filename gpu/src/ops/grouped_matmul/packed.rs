@@ -16,10 +16,10 @@ use cuda_std::{global, kernel, shared, thread, warp};
 
 use super::{Group, group, product, x_row};
 use crate::matmul::simt;
-use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, Int4, Int8, Packed};
+use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packed};
 
 #[cfg(not(lacks_mma_sync))]
-use crate::matmul::weight::{MIDDLE, MINIMUMS, OF_32, Pair, RawScales, Row, ZEROS};
+use crate::matmul::weight::{FewWords, MIDDLE, MINIMUMS, OF_32, Pair, RawScales, Row, ZEROS};
 
 /// The weights of all experts.
 #[derive(Clone, Copy)]
@@ -244,7 +244,7 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
 ///   multiple of 4 — checked in `GroupedMatmul::run`.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn multiply_mma<C: Code, T: Pair, const FRAGMENTS: usize, const TILES: usize, const GROUP: u32>(
+unsafe fn multiply_mma<C: Code<Words = FewWords>, T: Pair, const FRAGMENTS: usize, const TILES: usize, const GROUP: u32>(
     from: &Rows<T>,
     experts: &Experts,
     out: *mut T,
@@ -292,7 +292,7 @@ unsafe fn multiply_mma<C: Code, T: Pair, const FRAGMENTS: usize, const TILES: us
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 unsafe fn sums_of<
-    C: Code,
+    C: Code<Words = FewWords>,
     T: Pair,
     const FRAGMENTS: usize,
     const TILES: usize,
@@ -351,9 +351,9 @@ unsafe fn sums_of<
 /// - *converged*: all 32 lanes; rows *in-bounds* for `k_end`, and aligned to 8 bytes.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn add_tile<C: Code, T: Pair, const FRAGMENTS: usize, const GROUP: u32, const ORIGIN: u32>(
+unsafe fn add_tile<C: Code<Words = FewWords>, T: Pair, const FRAGMENTS: usize, const GROUP: u32, const ORIGIN: u32>(
     packed: &Packed,
-    (words, raw, zeros): (&[u32; 8], &RawScales, [u32; 2]),
+    (words, raw, zeros): (&FewWords, &RawScales, [u32; 2]),
     x_rows: &[*const T; FRAGMENTS],
     (k, k_end): (u32, u32),
     sums: &mut [[f32; 4]; FRAGMENTS],

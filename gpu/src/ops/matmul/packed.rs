@@ -28,9 +28,9 @@ use cuda_std::{cp_async, math};
 use cuda_std::{global, grid, kernel, shared, thread, warp};
 
 use crate::matmul::epilogue::Epilogue;
-use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, Int4, Int8, Packed, RawScales};
+use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packed, RawScales};
 #[cfg(not(lacks_mma_sync))]
-use crate::matmul::weight::{MIDDLE, MINIMUMS, OF_32, Row, ZEROS};
+use crate::matmul::weight::{FewWords, MIDDLE, MINIMUMS, OF_32, Row, ZEROS};
 use crate::matmul::{few_rows_simt, simt};
 
 #[cfg(not(lacks_mma_sync))]
@@ -266,11 +266,11 @@ const TILES_OF_PART: u32 = 4;
 /// - *in-bounds*: the tile `last` exists.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn load_tiles<C: Code, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
+unsafe fn load_tiles<C: Code<Words = FewWords>, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
     weight: &Row<'_>,
     tile: u32,
     last: u32,
-) -> ([[u32; 8]; TILES], [RawScales; TILES]) {
+) -> ([FewWords; TILES], [RawScales; TILES]) {
     let (mut words, mut raw) = ([[0; 8]; TILES], [RawScales::NONE; TILES]);
     let mut i = 0;
     while i < TILES {
@@ -319,7 +319,7 @@ unsafe fn stage_next<T, const ROWS: u32, const TILES: usize>(
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 unsafe fn multiply_mma<
-    C: Code,
+    C: Code<Words = FewWords>,
     T: Pair,
     const ROWS: u32,
     const FRAGMENTS: usize,
@@ -401,7 +401,7 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
     /// # Safety
     /// - As [`multiply_mma`].
     #[inline(always)]
-    unsafe fn sums<C: Code, const ROWS: u32, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
+    unsafe fn sums<C: Code<Words = FewWords>, const ROWS: u32, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
         &self,
         (packed, weight): (&Packed, &Row<'_>),
         dims: &MatmulDims,
@@ -444,10 +444,10 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
     /// # Safety
     /// - As [`add_tile`].
     #[inline(always)]
-    unsafe fn add<C: Code, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
+    unsafe fn add<C: Code<Words = FewWords>, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
         &self,
         (packed, weight): (&Packed, &Row<'_>),
-        (words, raw): &([[u32; 8]; TILES], [RawScales; TILES]),
+        (words, raw): &([FewWords; TILES], [RawScales; TILES]),
         at: u32,
         of_a: u32,
         sums: &mut [[f32; 4]; FRAGMENTS],
@@ -479,9 +479,9 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
 /// - *converged*: all 32 lanes; the tile of a has been staged, and nobody writes it.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn add_tile<C: Code, T: Pair, const FRAGMENTS: usize, const GROUP: u32, const ORIGIN: u32>(
+unsafe fn add_tile<C: Code<Words = FewWords>, T: Pair, const FRAGMENTS: usize, const GROUP: u32, const ORIGIN: u32>(
     packed: &Packed,
-    (words, raw, zeros): (&[u32; 8], &RawScales, [u32; 2]),
+    (words, raw, zeros): (&FewWords, &RawScales, [u32; 2]),
     (at, pieces): (u32, &[[u32; 2]; FRAGMENTS]),
     sums: &mut [[f32; 4]; FRAGMENTS],
 ) {

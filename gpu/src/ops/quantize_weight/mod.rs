@@ -4,7 +4,7 @@
 //! scales  a warp: 128 elements of a row, or all of a longer group, for each row of a block ── range of each group, by
 //!         shuffles ──► scale and zero point, as they are stored
 //! codes   a warp: a tile of 16 rows and 64 of k ── four elements of a row a lane, by the scale as it was stored ──►
-//!         the lane's 16 bytes of the tile, for 8 bits twice
+//!         the lane's 16 bytes of the tile, for 8 bits twice, for 16 four times
 //! ```
 //!
 //! Two passes over the matrix, both at the memory's rate: the second reads what the first one has stored, so a value is
@@ -15,11 +15,11 @@ use abi::ops::quantize_weight::{
     QuantizeWeightDims, SPAN, WARPS, covered_rank, e2m1_code, e8m0_scale, integer_code, magnitude_of_rank,
     zero_point,
 };
-use abi::weight::{BLOCK_SCALES, Codes, ScaleType, TILE_K, TILE_ROWS, scale_place};
+use abi::weight::{BLOCK_SCALES, Codes, E6M9_MAX, ScaleType, TILE_K, TILE_ROWS, e6m9_from_f32, scale_place};
 use cuda_std::cvt::{E4m3 as Fp8, Element, bf16, e4m3x2_from_f32, f16};
 use cuda_std::{atomic, global, kernel, math, thread, warp};
 
-use crate::matmul::weight::{ANY, Code, E2m1, E4m3, Int4, Int8, Packed};
+use crate::matmul::weight::{ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packed};
 
 /// The matrices whose rows the weight's are.
 struct Matrices<'a, T> {
@@ -145,6 +145,8 @@ fn scale_of(range: [f32; 2], dims: &QuantizeWeightDims) -> (u32, u32, u8) {
     let (codes, most) = (code_type(dims.codes), code_type(dims.codes).most());
     let wanted = if dims.asymmetric != 0 {
         math::div(range[1] - range[0], f32::from(most))
+    } else if matches!(codes, Codes::E6m9) && magnitude <= E6M9_MAX {
+        1.0
     } else {
         math::div(magnitude, codes.largest())
     };
@@ -180,8 +182,10 @@ const fn code_type(codes: u32) -> Codes {
         Codes::Int8
     } else if codes == Codes::E2m1 as u32 {
         Codes::E2m1
-    } else {
+    } else if codes == Codes::E4m3 as u32 {
         Codes::E4m3
+    } else {
+        Codes::E6m9
     }
 }
 
@@ -329,7 +333,8 @@ unsafe fn make_codes<C: Code, T: Element>(matrices: &Matrices<'_, T>, packed: &P
             let raw = row.raw_scales::<C, ANY>(tile, false);
             let [scales, _] = packed.numbers::<C, ANY>(&raw, false);
             let zeros = row.raw_zeros::<C, ANY>(tile);
-            let mut words = [0u32; 8];
+            // In lines of 16 bytes a lane.
+            let mut lines = [[0u32; 4]; 4];
             let mut step = 0;
             while step < 4 {
                 let zero = packed.any_zero::<C>(zeros, step as u32);
@@ -339,31 +344,34 @@ unsafe fn make_codes<C: Code, T: Element>(matrices: &Matrices<'_, T>, packed: &P
                     let at = row_block * TILE_ROWS + lane / 4 + 8 * half as u32;
                     let end = if at < dims.n { dims.k } else { 0 };
                     let (values, there) = matrices.quad(matrices.row(at.min(dims.n - 1)), k, end);
-                    let mut bytes = [C::CODES.zero(); 4];
+                    let mut codes = [u32::from(C::CODES.zero()); 4];
                     let mut i = 0;
                     while i < 4 {
                         if (i as u32) < there {
                             let scale = scales[step][half];
                             let scaled = if scale > 0.0 { math::div(values[i], scale) } else { 0.0 };
-                            bytes[i] = match C::CODES {
+                            codes[i] = match C::CODES {
                                 Codes::Int4 | Codes::Int8 => {
-                                    integer_code(scaled, zero[half] as u8, C::CODES.most())
+                                    integer_code(scaled, zero[half] as u8, C::CODES.most()).into()
                                 }
-                                Codes::E2m1 => e2m1_code(scaled),
-                                Codes::E4m3 => e4m3x2_from_f32(scaled, 0.0) as u8,
+                                Codes::E2m1 => e2m1_code(scaled).into(),
+                                Codes::E4m3 => e4m3x2_from_f32(scaled, 0.0) as u8 as u32,
+                                Codes::E6m9 => e6m9_from_f32(scaled).into(),
                             };
                         }
                         i += 1;
                     }
-                    if C::CODES.bits() == 8 {
-                        words[4 * half + step] = u32::from_le_bytes(bytes);
-                    } else {
-                        let mut i = 0;
-                        while i < 4 {
-                            let bit = 4 * (2 * (i / 2) + half) + 16 * (i % 2);
-                            words[step] |= u32::from(bytes[i]) << bit;
-                            i += 1;
+                    let mut i = 0;
+                    while i < 4 {
+                        match C::CODES.bits() {
+                            4 => lines[0][step] |= codes[i] << (4 * (2 * (i / 2) + half) + 16 * (i % 2)),
+                            8 => lines[half][step] |= codes[i] << (8 * i),
+                            _ => {
+                                let word = step % 2 * 2 + i / 2;
+                                lines[2 * half + step / 2][word] |= codes[i] << (16 * (i % 2));
+                            }
                         }
+                        i += 1;
                     }
                     half += 1;
                 }
@@ -371,9 +379,10 @@ unsafe fn make_codes<C: Code, T: Element>(matrices: &Matrices<'_, T>, packed: &P
             }
             let words_of_tile = (C::CODES.tile_bytes() / 4) as usize;
             let to = codes.wrapping_add(index as usize * words_of_tile + 4 * lane as usize);
-            global::store_x4(to, [words[0], words[1], words[2], words[3]]);
-            if C::CODES.bits() == 8 {
-                global::store_x4(to.wrapping_add(128), [words[4], words[5], words[6], words[7]]);
+            let mut line = 0;
+            while line < C::CODES.bits() as usize / 4 {
+                global::store_x4(to.wrapping_add(128 * line), lines[line]);
+                line += 1;
             }
             index += thread::grid_dim_x() * WARPS;
         }
@@ -438,6 +447,7 @@ macro_rules! codes_entries {
                     Codes::Int8 => make_codes::<Int8, $type>(&matrices, &packed, codes),
                     Codes::E2m1 => make_codes::<E2m1, $type>(&matrices, &packed, codes),
                     Codes::E4m3 => make_codes::<E4m3, $type>(&matrices, &packed, codes),
+                    Codes::E6m9 => make_codes::<E6m9, $type>(&matrices, &packed, codes),
                 }
             }
         }

@@ -162,7 +162,7 @@ impl<T: FloatElement> Matrix<'_, T> {
             let elements = if row < n { self.row(row) } else { &[] };
             let mut level = (0.0, codes.zero());
             for col in 0..self.dims.weight.tiles * TILE_K {
-                let code = match elements.get(col as usize) {
+                let code: u16 = match elements.get(col as usize) {
                     Some(value) => {
                         if col % group == 0 {
                             let at = self.index(row, col / group);
@@ -172,11 +172,13 @@ impl<T: FloatElement> Matrix<'_, T> {
                         self.scheme.code_of(value.to_f32(), level)
                     }
                     // What is beyond the matrix counts from the zero point.
-                    None => codes.zero(),
+                    None => codes.zero().into(),
                 };
                 let (word, bit) = codes.place(in_tile, col % TILE_K);
                 let tile = (col / TILE_K * codes.tile_bytes()) as usize;
-                tiles[tile + (4 * word + bit / 8) as usize] |= code << (bit % 8);
+                let at = tile + (4 * word + bit / 8) as usize;
+                let placed = (u32::from(code) << (bit % 8)).to_le_bytes();
+                std::iter::zip(&mut tiles[at..at + codes.bytes()], placed).for_each(|(to, byte)| *to |= byte);
             }
         }
     }

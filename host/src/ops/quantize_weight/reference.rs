@@ -12,7 +12,7 @@ use crate::weight::Scheme;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quantized {
     /// The code of each element.
-    pub codes: Vec<u8>,
+    pub codes: Vec<u16>,
     /// For each row, of each group: the value that its codes are multiplied by.
     pub scales: Vec<f32>,
     /// Likewise, what they are counted from; of floats 0.
@@ -20,7 +20,8 @@ pub struct Quantized {
 }
 
 /// The value of a code, counted from `zero`; NaN for what is none.
-pub fn value(codes: Codes, zero: u8, code: u8) -> f64 {
+pub fn value(codes: Codes, zero: u8, code: u16) -> f64 {
+    let sign = if code >> 15 == 1 { -1.0 } else { 1.0 };
     match codes {
         Codes::Int4 | Codes::Int8 => f64::from(i32::from(code) - i32::from(zero)),
         Codes::E2m1 => {
@@ -31,28 +32,49 @@ pub fn value(codes: Codes, zero: u8, code: u8) -> f64 {
             };
             if code & 8 == 0 { magnitude } else { -magnitude }
         }
-        Codes::E4m3 => f64::from(F8E4M3(code).to_f32()),
+        Codes::E4m3 => f64::from(F8E4M3(code as u8).to_f32()),
+        Codes::E6m9 => match code & 0x7fff {
+            0x7fff => f64::NAN,
+            0 => 0f64.copysign(sign),
+            magnitude => {
+                let (exponent, mantissa) = (i32::from(magnitude >> 9), f64::from(magnitude & 511));
+                sign * (1.0 + mantissa / 512.0) * 2f64.powi(exponent - 31)
+            }
+        },
     }
 }
 
 /// The code whose value is nearest; of two that of the even integer, or the even code of floats; and of two zeros that
 /// of the value's sign.
-fn nearest(codes: Codes, zero: u8, wanted: f32) -> u8 {
-    let all = || (0..1u16 << codes.bits()).map(|code| code as u8);
-    let values = || all().map(|code| value(codes, zero, code)).filter(|value| !value.is_nan());
+fn nearest(codes: Codes, zero: u8, wanted: f32) -> u16 {
+    // Of 16 bits there are too many to look at all: those between which the value is, of either sign.
+    let all = || match codes {
+        Codes::E6m9 => {
+            let (mut first, mut end) = (0u16, 0x7ffe);
+            while first < end {
+                let middle = first + (end - first) / 2;
+                let is_below = value(codes, zero, middle) < f64::from(wanted).abs();
+                if is_below { first = middle + 1 } else { end = middle }
+            }
+            let near = first.saturating_sub(2)..=(first + 1).min(0x7ffe);
+            near.flat_map(|code| [code, code | 0x8000]).chain([0x7ffe, 0xfffe]).collect::<Vec<u16>>()
+        }
+        _ => (0..1 << codes.bits()).collect(),
+    };
+    let values = || all().into_iter().map(|code| value(codes, zero, code)).filter(|value| !value.is_nan());
     let (least, most) = (values().fold(0.0, f64::min), values().fold(0.0, f64::max));
     // So far beyond the last code that differences from it and from the one before are alike.
     let within = f64::from(wanted).clamp(least, most);
-    let distance = |code: u8| (value(codes, zero, code) - within).abs();
-    let is_odd = |code: u8| match codes {
-        Codes::Int4 | Codes::Int8 => code.abs_diff(zero) % 2,
-        Codes::E2m1 | Codes::E4m3 => code % 2,
+    let distance = |code: u16| (value(codes, zero, code) - within).abs();
+    let is_odd = |code: u16| match codes {
+        Codes::Int4 | Codes::Int8 => code.abs_diff(zero.into()) % 2,
+        Codes::E2m1 | Codes::E4m3 | Codes::E6m9 => code % 2,
     };
-    let other_sign = |code: u8| {
+    let other_sign = |code: u16| {
         let value = value(codes, zero, code);
         value == 0.0 && value.is_sign_negative() != wanted.is_sign_negative()
     };
-    let there = all().filter(|&code| !value(codes, zero, code).is_nan());
+    let there = all().into_iter().filter(|&code| !value(codes, zero, code).is_nan());
     let best = there.min_by(|&a, &b| {
         let by_distance = distance(a).total_cmp(&distance(b));
         by_distance.then(is_odd(a).cmp(&is_odd(b))).then(other_sign(a).cmp(&other_sign(b)))
@@ -98,8 +120,12 @@ pub fn quantize_weight(matrix: &[f32], k: usize, scheme: &Scheme, global: f32) -
                 high = elements.iter().fold(high, |high, x| high.max(x.min(cut)));
             }
             let magnitude = high.max(-low);
-            let wanted =
-                if scheme.asymmetric { (high - low) / most } else { magnitude / scheme.codes.largest() };
+            let wanted = match scheme.codes {
+                _ if scheme.asymmetric => (high - low) / most,
+                // None, unless it needs one.
+                Codes::E6m9 if magnitude <= scheme.codes.largest() => 1.0,
+                codes => magnitude / codes.largest(),
+            };
             let scale = rounded(scheme, wanted, magnitude, global);
             let zero = match scheme.asymmetric {
                 true if scale > 0.0 => (-low / scale).round_ties_even().min(most) as u8,

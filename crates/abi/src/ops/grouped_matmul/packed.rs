@@ -18,14 +18,17 @@ macro_rules! grouped_matmul_packed_table {
             grouped_matmul_f32_int8__packed2__sm61 => f32, F32, Int8, Sm61, Simt { rows: 2 };
             grouped_matmul_f32_e2m1__packed2__sm61 => f32, F32, E2m1, Sm61, Simt { rows: 2 };
             grouped_matmul_f32_e4m3__packed2__sm61 => f32, F32, E4m3, Sm61, Simt { rows: 2 };
+            grouped_matmul_f32_e6m9__packed2__sm61 => f32, F32, E6m9, Sm61, Simt { rows: 2 };
             grouped_matmul_f16_int4__packed2__sm61 => f16, F16, Int4, Sm61, Simt { rows: 2 };
             grouped_matmul_f16_int8__packed2__sm61 => f16, F16, Int8, Sm61, Simt { rows: 2 };
             grouped_matmul_f16_e2m1__packed2__sm61 => f16, F16, E2m1, Sm61, Simt { rows: 2 };
             grouped_matmul_f16_e4m3__packed2__sm61 => f16, F16, E4m3, Sm61, Simt { rows: 2 };
+            grouped_matmul_f16_e6m9__packed2__sm61 => f16, F16, E6m9, Sm61, Simt { rows: 2 };
             grouped_matmul_bf16_int4__packed2__sm61 => bf16, BF16, Int4, Sm61, Simt { rows: 2 };
             grouped_matmul_bf16_int8__packed2__sm61 => bf16, BF16, Int8, Sm61, Simt { rows: 2 };
             grouped_matmul_bf16_e2m1__packed2__sm61 => bf16, BF16, E2m1, Sm61, Simt { rows: 2 };
             grouped_matmul_bf16_e4m3__packed2__sm61 => bf16, BF16, E4m3, Sm61, Simt { rows: 2 };
+            grouped_matmul_bf16_e6m9__packed2__sm61 => bf16, BF16, E6m9, Sm61, Simt { rows: 2 };
         }
     };
 }
@@ -90,14 +93,17 @@ macro_rules! grouped_matmul_unpack_table {
             grouped_matmul_f32_int8__unpack__sm61 => f32, F32, Int8, Sm61;
             grouped_matmul_f32_e2m1__unpack__sm61 => f32, F32, E2m1, Sm61;
             grouped_matmul_f32_e4m3__unpack__sm61 => f32, F32, E4m3, Sm61;
+            grouped_matmul_f32_e6m9__unpack__sm61 => f32, F32, E6m9, Sm61;
             grouped_matmul_f16_int4__unpack__sm61 => f16, F16, Int4, Sm61;
             grouped_matmul_f16_int8__unpack__sm61 => f16, F16, Int8, Sm61;
             grouped_matmul_f16_e2m1__unpack__sm61 => f16, F16, E2m1, Sm61;
             grouped_matmul_f16_e4m3__unpack__sm61 => f16, F16, E4m3, Sm61;
+            grouped_matmul_f16_e6m9__unpack__sm61 => f16, F16, E6m9, Sm61;
             grouped_matmul_bf16_int4__unpack__sm61 => bf16, BF16, Int4, Sm61;
             grouped_matmul_bf16_int8__unpack__sm61 => bf16, BF16, Int8, Sm61;
             grouped_matmul_bf16_e2m1__unpack__sm61 => bf16, BF16, E2m1, Sm61;
             grouped_matmul_bf16_e4m3__unpack__sm61 => bf16, BF16, E4m3, Sm61;
+            grouped_matmul_bf16_e6m9__unpack__sm61 => bf16, BF16, E6m9, Sm61;
         }
     };
 }

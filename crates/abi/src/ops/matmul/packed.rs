@@ -89,6 +89,8 @@ macro_rules! matmul_packed_table {
             matmul_f32_e2m1__packed2__sm61 => f32, F32, E2m1, Sm61, Simt { rows: 2 };
             matmul_f32_e4m3__packed1__sm61 => f32, F32, E4m3, Sm61, Simt { rows: 1 };
             matmul_f32_e4m3__packed2__sm61 => f32, F32, E4m3, Sm61, Simt { rows: 2 };
+            matmul_f32_e6m9__packed1__sm61 => f32, F32, E6m9, Sm61, Simt { rows: 1 };
+            matmul_f32_e6m9__packed2__sm61 => f32, F32, E6m9, Sm61, Simt { rows: 2 };
             matmul_f16_int4__packed1__sm61 => f16, F16, Int4, Sm61, Simt { rows: 1 };
             matmul_f16_int4__packed2__sm61 => f16, F16, Int4, Sm61, Simt { rows: 2 };
             matmul_f16_int8__packed1__sm61 => f16, F16, Int8, Sm61, Simt { rows: 1 };
@@ -97,6 +99,8 @@ macro_rules! matmul_packed_table {
             matmul_f16_e2m1__packed2__sm61 => f16, F16, E2m1, Sm61, Simt { rows: 2 };
             matmul_f16_e4m3__packed1__sm61 => f16, F16, E4m3, Sm61, Simt { rows: 1 };
             matmul_f16_e4m3__packed2__sm61 => f16, F16, E4m3, Sm61, Simt { rows: 2 };
+            matmul_f16_e6m9__packed1__sm61 => f16, F16, E6m9, Sm61, Simt { rows: 1 };
+            matmul_f16_e6m9__packed2__sm61 => f16, F16, E6m9, Sm61, Simt { rows: 2 };
             matmul_bf16_int4__packed1__sm61 => bf16, BF16, Int4, Sm61, Simt { rows: 1 };
             matmul_bf16_int4__packed2__sm61 => bf16, BF16, Int4, Sm61, Simt { rows: 2 };
             matmul_bf16_int8__packed1__sm61 => bf16, BF16, Int8, Sm61, Simt { rows: 1 };
@@ -105,6 +109,8 @@ macro_rules! matmul_packed_table {
             matmul_bf16_e2m1__packed2__sm61 => bf16, BF16, E2m1, Sm61, Simt { rows: 2 };
             matmul_bf16_e4m3__packed1__sm61 => bf16, BF16, E4m3, Sm61, Simt { rows: 1 };
             matmul_bf16_e4m3__packed2__sm61 => bf16, BF16, E4m3, Sm61, Simt { rows: 2 };
+            matmul_bf16_e6m9__packed1__sm61 => bf16, BF16, E6m9, Sm61, Simt { rows: 1 };
+            matmul_bf16_e6m9__packed2__sm61 => bf16, BF16, E6m9, Sm61, Simt { rows: 2 };
         }
     };
 }
@@ -175,14 +181,17 @@ macro_rules! matmul_unpack_table {
             matmul_f32_int8__unpack__sm61 => f32, F32, Int8, Sm61;
             matmul_f32_e2m1__unpack__sm61 => f32, F32, E2m1, Sm61;
             matmul_f32_e4m3__unpack__sm61 => f32, F32, E4m3, Sm61;
+            matmul_f32_e6m9__unpack__sm61 => f32, F32, E6m9, Sm61;
             matmul_f16_int4__unpack__sm61 => f16, F16, Int4, Sm61;
             matmul_f16_int8__unpack__sm61 => f16, F16, Int8, Sm61;
             matmul_f16_e2m1__unpack__sm61 => f16, F16, E2m1, Sm61;
             matmul_f16_e4m3__unpack__sm61 => f16, F16, E4m3, Sm61;
+            matmul_f16_e6m9__unpack__sm61 => f16, F16, E6m9, Sm61;
             matmul_bf16_int4__unpack__sm61 => bf16, BF16, Int4, Sm61;
             matmul_bf16_int8__unpack__sm61 => bf16, BF16, Int8, Sm61;
             matmul_bf16_e2m1__unpack__sm61 => bf16, BF16, E2m1, Sm61;
             matmul_bf16_e4m3__unpack__sm61 => bf16, BF16, E4m3, Sm61;
+            matmul_bf16_e6m9__unpack__sm61 => bf16, BF16, E6m9, Sm61;
         }
     };
 }
