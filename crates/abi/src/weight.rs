@@ -11,8 +11,8 @@
 //!          first element at bit 4 i and its second at bit 16 + 4 i
 //! 8 bits   word j has k's four of step j, in order; those of row l / 4 are in the first 512 bytes, of l / 4 + 8 in the
 //!          others
-//! 16 bits  a lane takes 16 bytes four times, 512 bytes apart: of row l / 4 and steps 0 and 1, of these 2 and 3, then of
-//!          row l / 4 + 8; in each k's four of one step, in order, and those of the next
+//! 16 bits  a lane takes 16 bytes four times, 512 bytes apart: of row l / 4 and steps 0 and 1, of that row and steps 2
+//!          and 3, then of row l / 4 + 8; in each k's four of one step, in order, and those of the next
 //! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a
 //!          lane's two are neighbours, in binary32 for groups of 64 and more; or two for `2^rows_log2` rows, that of
 //!          the even ones and that of the odd ones, each twice: [n / rows][k / group][4]. A gate's and up's rows in

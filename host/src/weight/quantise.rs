@@ -430,6 +430,45 @@ mod tests {
         Ok(())
     }
 
+    /// Normal values of many sizes in three formats of 16 bits, by the root of the squares of their errors over theirs:
+    /// prints the table that the record of the format has.
+    #[test]
+    fn e6m9_beside_others_of_16_bits() -> Result<(), Error> {
+        let normal: Vec<f32> = {
+            let mut state = 1u64;
+            let mut uniform = move || {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (state >> 40) as f32 / (1u64 << 24) as f32
+            };
+            (0..4096).map(|_| (0..12).map(|_| uniform() - 0.5).sum()).collect()
+        };
+        for size in [-40, -32, -28, -24, -20, -16, -12, -6, 0, 6, 12, 16, 24, 30] {
+            let values: Vec<f32> = normal.iter().map(|x| x * 2f32.powi(size)).collect();
+            let error = |after: &dyn Fn(f32) -> f32| {
+                let squares = values.iter().map(|&x| (f64::from(after(x) - x), f64::from(x)));
+                let [errors, all] =
+                    squares.fold([0.0, 0.0], |[e, a], (error, x)| [e + error * error, a + x * x]);
+                (errors / all).sqrt()
+            };
+            let in_f16 = error(&|x| f16::from_f32(x).to_f32());
+            let in_bf16 = error(&|x| bf16::from_f32(x).to_f32());
+            let read = |row: usize, out: &mut [f32]| out.copy_from_slice(&values[row * 64..][..64]);
+            let in_e6m9 = Quantised::new([64, 64], Scheme::E6M9, read)?.errors().relative;
+            println!("| 2^{size} | {in_f16:.1e} | {in_bf16:.1e} | {in_e6m9:.1e} |");
+            // The errors of formats whose last places are 2, 4 and 1 apart.
+            assert!(in_bf16 > 1e-3 && in_bf16 < 2e-3, "{size}: {in_bf16}");
+            if (-24..=30).contains(&size) {
+                assert!((in_bf16 / in_e6m9 - 4.0).abs() < 0.4, "{size}: {in_e6m9}");
+            }
+            match size {
+                -12..=12 => assert!((in_e6m9 / in_f16 - 2.0).abs() < 0.3, "{size}: {in_f16}"),
+                -28..=-20 | 16.. => assert!(in_f16 > 2.0 * in_e6m9, "{size}: {in_f16}"),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     #[test]
     fn what_is_refused() {
         let refused = |scheme: Scheme, rows: fn(usize, &mut [f32]), expected: &str| {
