@@ -20,7 +20,9 @@ use crate::ladder::Rung;
 use crate::launch::Entry;
 use crate::ops::check_blocks;
 use crate::ops::fp8_rows::Fp8Rows;
-use crate::ops::matmul::{Activations, INVARIANT_ROWS, matrix_map, packed_split_log2, takes};
+use crate::ops::matmul::{
+    Activations, FEW_MAX_ROWS_E6M9, INVARIANT_ROWS, matrix_map, packed_split_log2, takes, unpacks_early,
+};
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
@@ -126,7 +128,11 @@ pub fn select(
         None if is_invariant => mma.into_iter().next_back().into_iter().collect(),
         None => mma,
     };
-    let average = if mma.is_empty() { FEW_MAX_AVERAGE_SIMT } else { FEW_MAX_AVERAGE };
+    let average = match mma.is_empty() {
+        true if unpacks_early(limits, dtype, layout) => FEW_MAX_ROWS_E6M9,
+        true => FEW_MAX_AVERAGE_SIMT,
+        false => FEW_MAX_AVERAGE,
+    };
     let most = if is_invariant { usize::MAX } else { experts.saturating_mul(average) };
     let at_a_time = UNPACKED_BYTES / (n * k * dtype.bytes()).max(1);
     // All in as many steps as are wanted, of nearly the same number.
@@ -537,6 +543,11 @@ mod tests {
         let many = select(&ampere, &problem(3073), &LAYOUT).unwrap();
         assert_eq!((many.dense_from, many.experts), (Some(3073), 19));
         assert_eq!(select(&pascal, &problem(1025), &LAYOUT).unwrap().dense_from, Some(1025));
+        // No tensor core takes them, but those of Ampere take what is unpacked.
+        let wide = Layout { codes: Codes::E6m9, group: 0, scale: ScaleType::F32, ..LAYOUT };
+        let from = |limits, rows| select(limits, &problem(rows), &wide).unwrap().dense_from;
+        assert_eq!([from(&ampere, 256), from(&ampere, 257)], [None, Some(257)]);
+        assert_eq!([from(&pascal, 1024), from(&pascal, 1025)], [None, Some(1025)]);
     }
 
     #[test]

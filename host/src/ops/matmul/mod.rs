@@ -42,7 +42,9 @@ pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
 use check::{Launch, check_problem};
 pub(crate) use check::{Shapes, check_bias, rows_aligned};
-pub(crate) use packed::{INVARIANT_ROWS, split_log2 as packed_split_log2, takes};
+pub(crate) use packed::{
+    FEW_MAX_ROWS_E6M9, INVARIANT_ROWS, split_log2 as packed_split_log2, takes, unpacks_early,
+};
 pub use packed::{PackedChoice, PackedChoices, select as select_packed};
 pub use select::{MatmulChoice, select};
 

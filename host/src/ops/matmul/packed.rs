@@ -7,7 +7,8 @@ use abi::ops::matmul::{
     A_IN_PIECES, MatmulDims, MatmulEpilogue, MatmulVariant, OUT_IN_F32, OUT_IN_QUADS, PACKED_MMA_VARIANTS,
     PACKED_VARIANTS, PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
 };
-use abi::weight::{Layout, TILE_K, TILE_ROWS, WeightDims};
+use abi::weight::{Codes, Layout, TILE_K, TILE_ROWS, WeightDims};
+use abi::{Arch, DType};
 
 use super::fp8::{self, Fp8};
 use super::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, OP, Planned, Residual, residual};
@@ -24,6 +25,8 @@ use crate::weight::Weight;
 const FEW_MAX_ROWS: usize = 64;
 /// The same by ordinary arithmetic, which decodes the weight again for every two rows.
 const FEW_MAX_ROWS_SIMT: usize = 8;
+/// The same of 16-bit codes where the dense product is on tensor cores: unpacking costs less than a second decoding.
+pub(crate) const FEW_MAX_ROWS_E6M9: usize = 2;
 /// Bytes of a stripe of the weight that is unpacked at a time, which stay in L2 until they are multiplied.
 const STRIPE_BYTES: usize = 24 << 20;
 /// Warps of a multiprocessor that share columns' k until all of them have work.
@@ -91,6 +94,7 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
     let most = match (few, mma.is_empty()) {
         (false, _) => 0,
         (true, _) if is_invariant => usize::MAX,
+        (true, true) if unpacks_early(limits, dtype, layout) => FEW_MAX_ROWS_E6M9,
         (true, true) => FEW_MAX_ROWS_SIMT,
         (true, false) => FEW_MAX_ROWS,
     };
@@ -103,6 +107,11 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
         fp8: (fp8::variants(limits, problem, layout), FEW_MAX_ROWS + 1),
         split_log2: split_log2(limits, problem.b_rows(), k),
     }
+}
+
+/// Whether no tensor core takes the codes, but they take what is unpacked.
+pub(crate) fn unpacks_early(limits: &DeviceLimits, dtype: DType, layout: &Layout) -> bool {
+    layout.codes == Codes::E6m9 && dtype != DType::F32 && limits.floor.runs(Arch::Sm80)
 }
 
 /// Whether the kernels of few rows can do what becomes of the sums: they round to the operands' type, or store the
