@@ -61,7 +61,7 @@ pub fn bench(bencher: &mut Bencher) {
 
 /// Weights of projections: a large one, and those of Qwen3-4B.
 const PACKED_SIZES: [[usize; 2]; 4] = [[28672, 8192], [19456, 2560], [6144, 2560], [2560, 9728]];
-const PACKED_ROWS: [usize; 6] = [1, 8, 16, 32, 64, 4096];
+const PACKED_ROWS: [usize; 8] = [1, 8, 16, 32, 64, 128, 256, 4096];
 
 /// fp8 with scales of blocks, and of rows.
 const FP8: [(&str, Scheme); 2] =

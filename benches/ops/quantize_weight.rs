@@ -66,7 +66,8 @@ fn time(bencher: &mut Bencher, case: &QuantizeWeightCase) -> Result<(), Failure>
         for (col, &want) in want.codes[..k].iter().enumerate() {
             let (word, bit) = scheme.codes.place(0, (col % 64) as u32);
             let at = col / 64 * scheme.codes.tile_bytes() as usize + (4 * word + bit / 8) as usize;
-            let word = i32::from_le_bytes(std::array::from_fn(|i| tiles.get(at + i).map_or(0, |&byte| byte as u8)));
+            let word =
+                i32::from_le_bytes(std::array::from_fn(|i| tiles.get(at + i).map_or(0, |&byte| byte as u8)));
             let got = (word >> (bit % 8)) as u16 & (u16::MAX >> (16 - bits));
             if got != want {
                 return Err(format!("column {col}: code {got} instead of {want}").into());

@@ -173,11 +173,16 @@ struct Expected {
 
 impl Expected {
     fn of(case: &Case, (x, w): (&[f64], &[f64])) -> Self {
+        Self::of_terms(case, (x, w), w)
+    }
+
+    /// Of weights whose values are the sums of terms of these sizes.
+    fn of_terms(case: &Case, (x, w): (&[f64], &[f64]), w_sizes: &[f64]) -> Self {
         let GroupedMatmulProblem { n, k, dtype, .. } = case.problem;
         let sizes = Sizes { n, k, fan_out: case.fan_out() };
         let (offsets, order) = (case.offsets(), case.order());
         let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
-        let (x_terms, w_terms) = (absolute(x), absolute(w));
+        let (x_terms, w_terms) = (absolute(x), absolute(w_sizes));
         Expected {
             want: reference::grouped_matmul::<f64>(x, w, &offsets, &order, sizes, |v| v),
             naive: reference::grouped_matmul::<f32>(x, w, &offsets, &order, sizes, store(dtype)),

@@ -108,8 +108,10 @@ fn expect_reference(
         let bytes = scheme.codes.bytes();
         let (mut codes, mut after) = (vec![0; k * bytes], vec![0.0; k]);
         quantised.codes(row, &mut codes);
-        let codes: Vec<u16> =
-            codes.chunks(bytes).map(|code| code.iter().rev().fold(0, |code, &byte| code << 8 | u16::from(byte))).collect();
+        let codes: Vec<u16> = codes
+            .chunks(bytes)
+            .map(|code| code.iter().rev().fold(0, |code, &byte| code << 8 | u16::from(byte)))
+            .collect();
         prop_assert_eq!(&codes[..], &want.codes[row * k..][..k], "codes of row {}", row);
         quantised.dequantise(row, &mut after);
         for group in 0..groups {

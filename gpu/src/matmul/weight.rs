@@ -5,6 +5,8 @@
 //! scales, which multiply sums in f32.
 
 use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, WeightDims, e6m9_to_f32};
+#[cfg(not(lacks_mma_sync))]
+use cuda_std::cp_async;
 use cuda_std::cvt::{self, Element, f16};
 #[cfg(not(lacks_mma_sync))]
 use cuda_std::cvt::{bf16, bf16x2_fma, f16x2_fma};
@@ -443,6 +445,24 @@ impl Row<'_> {
         let at = self.codes.wrapping_add(tile as usize * (C::CODES.tile_bytes() / 4) as usize);
         // SAFETY: the caller's promise; tiles are multiples of 512 bytes.
         unsafe { C::load(at) }
+    }
+
+    /// Starts the copies of the lane's words of a tile to shared memory: 16 bytes, and of 8 bits as many 512 bytes
+    /// behind.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tile exists; the bytes in shared memory are *exclusive*.
+    #[cfg(not(lacks_mma_sync))]
+    #[inline(always)]
+    pub unsafe fn copy<C: Code<Words = FewWords>>(&self, tile: u32, to: u32) {
+        let at = self.codes.wrapping_add(tile as usize * (C::CODES.tile_bytes() / 4) as usize);
+        // SAFETY: the caller's promise; tiles are multiples of 512 bytes.
+        unsafe {
+            cp_async::cg_16(to, at);
+            if C::CODES.bits() == 8 {
+                cp_async::cg_16(to + 512, at.wrapping_add(128));
+            }
+        }
     }
 
     /// The scales of the lane's rows `lane / 4` and `lane / 4 + 8` of a tile.

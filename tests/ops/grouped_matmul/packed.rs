@@ -146,7 +146,8 @@ impl PackedCase {
         let (x, w) = self.values(sources, variant.contains("unpack"));
         let weight = self.pack(device, sources)?;
         let got = self.product(device, plan, &x, &weight)?;
-        Expected::of(&self.case, (&x, &w)).check(variant, &got, &self.case)
+        let sizes: Vec<f64> = sources.iter().flat_map(Source::sizes).collect();
+        Expected::of_terms(&self.case, (&x, &w), &sizes).check(variant, &got, &self.case)
     }
 
     /// The same with the experts unpacked, so many at a time.
@@ -274,7 +275,7 @@ fn packed_rows_are_independent() -> Result<(), TestCaseError> {
                 let all = case.product(&device, &plan, &x, &weight)?;
                 let kind = match variant.tile {
                     PackedTile::Mma { group, .. } => group as usize / 32,
-                    PackedTile::Simt { .. } => continue,
+                    PackedTile::Simt { .. } | PackedTile::Wgmma { .. } => continue,
                 };
                 prop_assert_eq!(seen[kind].get_or_insert_with(|| all.clone()), &all, "{}", variant.entry);
                 // The sixth row of the third expert.

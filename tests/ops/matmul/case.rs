@@ -229,6 +229,8 @@ impl Case {
 pub(super) struct Inputs {
     pub(super) a: Vec<f64>,
     pub(super) b: Vec<f64>,
+    /// Of values of b that are sums, as where a packed weight has minimums: how large their terms are together.
+    pub(super) b_sizes: Option<Vec<f64>>,
     pub(super) gain: Option<Vec<f64>>,
     pub(super) bias: Option<Vec<f64>>,
     pub(super) residual: Option<Vec<f64>>,
@@ -254,6 +256,7 @@ pub(super) fn inputs(case: &Case) -> Inputs {
     Inputs {
         a: values(case.kind, dtype, batch * m * k, case.seed),
         b: values(case.kind, dtype, batch * b_rows * k, case.seed ^ 1),
+        b_sizes: None,
         gain: norm.map(|_| values(case.kind, dtype, k, case.seed ^ 4)),
         bias: (bias == Bias::PerColumn).then(|| values(case.kind, dtype, b_rows, case.seed ^ 2)),
         residual: epilogue.residual.then(|| values(case.kind, out_dtype, batch * m * n, case.seed ^ 3)),
@@ -368,7 +371,7 @@ impl Expected {
     pub(super) fn of(problem: &MatmulProblem, inputs: &Inputs) -> Self {
         let &MatmulProblem { m, n, k, out_dtype, precision, ref epilogue, .. } = problem;
         let sizes = [m, n, k];
-        let Inputs { a, b, gain, bias, residual } = inputs;
+        let Inputs { a, b, b_sizes, gain, bias, residual } = inputs;
         // The naive computation rounds the row behind its norm.
         let normed = |store: &dyn Fn(f64) -> f64| match (gain, &problem.norm) {
             (Some(gain), Some(norm)) => reference::normed::<f64>(a, gain, norm, store),
@@ -390,7 +393,8 @@ impl Expected {
         // Without the activation, whose slope is at most 1.13: of a gated product both factors.
         let b_rows = b_rows(problem);
         let scale = f64::from(epilogue.scale.abs());
-        let sums = reference::matmul::<f64>(&absolute(a), &absolute(b), None, [m, b_rows, k], |v| v);
+        let b_terms = absolute(b_sizes.as_ref().unwrap_or(b));
+        let sums = reference::matmul::<f64>(&absolute(a), &b_terms, None, [m, b_rows, k], |v| v);
         let linear = |row: usize, col: usize| {
             scale * sums[row * b_rows + col] + bias.map_or(0.0, |bias| bias[col].abs())
         };
@@ -531,6 +535,7 @@ pub(super) fn run_batched(
             gain: None,
             a: part(&inputs.a, m * k),
             b: part(&inputs.b, b_rows * k),
+            b_sizes: None,
             bias: inputs.bias.clone(),
             residual: inputs.residual.as_ref().map(|residual| part(residual, m * n)),
         };

@@ -7,11 +7,11 @@ use proptest::sample::select;
 use testkit::round::round_to;
 use testkit::strategies::{Rng, Values, dims_from};
 use warpforge::ops::glu::Activation;
-use warpforge::ops::quantize_weight::reference;
 use warpforge::ops::matmul::{
     Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
-    PackedChoices, select_packed,
+    PACKED_WGMMA_VARIANTS, PackedChoices, select_packed,
 };
+use warpforge::ops::quantize_weight::reference;
 use warpforge::weight::{GateUp, Weight, WeightSource};
 use warpforge::{DType, Device, Error, F8E4M3, Tensor};
 
@@ -49,7 +49,9 @@ impl Source {
                 // Without its NaNs.
                 Codes::E4m3 => number(127) | number(2) << 7,
                 // 0, the least, and from 2^-9 to 2^7: so that sums are not of the largest alone.
-                Codes::E6m9 => number(2) << 15 | [0, 1, number(16 << 9) + (22 << 9)][number(64).min(2) as usize],
+                Codes::E6m9 => {
+                    number(2) << 15 | [0, 1, number(16 << 9) + (22 << 9)][number(64).min(2) as usize]
+                }
             })
             .collect();
         let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
@@ -112,7 +114,8 @@ impl Source {
                 ScaleType::F16 => f16::from_bits(bits as u16).into(),
                 ScaleType::Bf16 => bf16::from_bits(bits as u16).into(),
                 ScaleType::E8m0 => (f64::from(bits) - 127.0).exp2(),
-                ScaleType::E4m3 => f64::from(F8E4M3(bits as u8).to_f32()) * f64::from(factor),
+                // As it is stored, or as kernels make it: in f32.
+                ScaleType::E4m3 => (F8E4M3(bits as u8).to_f32() * factor).into(),
                 ScaleType::U8Super => f64::from(bits) * f64::from(factor),
                 ScaleType::I8Super => f64::from(bits as u8 as i8) * f64::from(factor),
             }
@@ -278,11 +281,14 @@ impl PackedCase {
             true => source.unpacked(self.case.problem.dtype),
             false => source.values(),
         };
-        let mut b = values(gate);
-        if self.is_gated() {
-            b.extend(values(up));
-        }
-        Inputs { b, ..inputs(&self.case) }
+        let both = |of: &dyn Fn(&Source) -> Vec<f64>| {
+            let mut both = of(gate);
+            if self.is_gated() {
+                both.extend(of(up));
+            }
+            both
+        };
+        Inputs { b: both(&values), b_sizes: Some(both(&Source::sizes)), ..inputs(&self.case) }
     }
 
     pub(super) fn pack(&self, device: &Device, [gate, up]: &[Source; 2]) -> Result<Weight, TestCaseError> {
@@ -313,7 +319,12 @@ impl PackedCase {
 fn run_variants(cards: &[Device], case: &PackedCase, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     let sources = case.sources();
     for device in cards {
-        for variant in PACKED_VARIANTS.iter().chain(PACKED_MMA_VARIANTS).filter(|v| wanted(v.entry)) {
+        for variant in PACKED_VARIANTS
+            .iter()
+            .chain(PACKED_MMA_VARIANTS)
+            .chain(PACKED_WGMMA_VARIANTS)
+            .filter(|v| wanted(v.entry))
+        {
             if let Ok(plan) = Matmul::plan_packed_with(device, case.problem(), variant) {
                 case.run(device, &plan, &sources)?;
             }
@@ -355,7 +366,7 @@ pub(super) fn nothing() -> Result<(), TestCaseError> {
             for device in &all_cards() {
                 let stream = device.stream()?;
                 let weight = Weight::pack(&stream, &source)?;
-                let variants = PACKED_VARIANTS.iter().chain(PACKED_MMA_VARIANTS);
+                let variants = PACKED_VARIANTS.iter().chain(PACKED_MMA_VARIANTS).chain(PACKED_WGMMA_VARIANTS);
                 let mut plans: Vec<Matmul> = variants
                     .filter_map(|variant| Matmul::plan_packed_with(device, problem, variant).ok())
                     .collect();

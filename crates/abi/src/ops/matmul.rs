@@ -5,7 +5,8 @@ use crate::{Arch, DType};
 mod packed;
 
 pub use packed::{
-    PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile, PackedVariant, UNPACK_VARIANTS, UnpackVariant,
+    PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, UNPACK_VARIANTS,
+    UnpackVariant, WGMMA_PACKED_STAGES,
 };
 
 /// Sizes and strides of one launch, in elements. The int8 product takes the same.

@@ -244,7 +244,13 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
 ///   multiple of 4 — checked in `GroupedMatmul::run`.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn multiply_mma<C: Code<Words = FewWords>, T: Pair, const FRAGMENTS: usize, const TILES: usize, const GROUP: u32>(
+unsafe fn multiply_mma<
+    C: Code<Words = FewWords>,
+    T: Pair,
+    const FRAGMENTS: usize,
+    const TILES: usize,
+    const GROUP: u32,
+>(
     from: &Rows<T>,
     experts: &Experts,
     out: *mut T,
@@ -351,7 +357,13 @@ unsafe fn sums_of<
 /// - *converged*: all 32 lanes; rows *in-bounds* for `k_end`, and aligned to 8 bytes.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn add_tile<C: Code<Words = FewWords>, T: Pair, const FRAGMENTS: usize, const GROUP: u32, const ORIGIN: u32>(
+unsafe fn add_tile<
+    C: Code<Words = FewWords>,
+    T: Pair,
+    const FRAGMENTS: usize,
+    const GROUP: u32,
+    const ORIGIN: u32,
+>(
     packed: &Packed,
     (words, raw, zeros): (&FewWords, &RawScales, [u32; 2]),
     x_rows: &[*const T; FRAGMENTS],

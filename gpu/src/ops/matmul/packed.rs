@@ -16,6 +16,7 @@
 //!   is not aligned.
 //! - How k is shared depends on n, k and the card alone: a row's result depends on that row alone, and is the same for
 //!   every `rows` of a kind.
+//! - `Wgmma`: the same tiles and lanes by `wgmma`, for dozens of rows: see `packed_wgmma`.
 //! - `unpack` makes rows of the weight a plain matrix, for products of many rows.
 
 use abi::ops::matmul::{A_IN_PIECES, MatmulDims, MatmulEpilogue, THREADS, WARPS};
@@ -33,24 +34,27 @@ use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packe
 use crate::matmul::weight::{FewWords, MIDDLE, MINIMUMS, OF_32, Row, ZEROS};
 use crate::matmul::{few_rows_simt, simt};
 
+#[cfg(not(lacks_wgmma))]
+use super::packed_wgmma;
+
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::weight::Pair;
 
 /// Where the sum of a row and a column of 16 lies among a warp's.
 #[inline(always)]
-fn sum_address(row: u32, col: u32) -> u32 {
+pub(super) fn sum_address(row: u32, col: u32) -> u32 {
     (row * TILE_ROWS + (col ^ (row / 2 % 2 * 8))) * 4
 }
 
 /// This warp's columns and its part of their k.
-struct Part {
+pub(super) struct Part {
     part: u32,
     /// Row of tiles, not beyond the last.
-    row_block: u32,
+    pub(super) row_block: u32,
 }
 
 #[inline(always)]
-fn part(dims: &MatmulDims, col_block: u32) -> Part {
+pub(super) fn part(dims: &MatmulDims, col_block: u32) -> Part {
     let groups = WARPS >> dims.split_log2;
     let group = thread::warp_idx() >> dims.split_log2;
     let last = dims.n.div_ceil(TILE_ROWS) - 1;
@@ -65,7 +69,7 @@ fn part(dims: &MatmulDims, col_block: u32) -> Part {
 /// # Safety
 /// - *converged*: all threads of the block; each warp has stored its sums of `rows` rows.
 #[inline(always)]
-unsafe fn end<T: Element>(rows: u32, first_row: u32, col_block: u32, end: &Epilogue<'_, T, T>) {
+pub(super) unsafe fn end<T: Element>(rows: u32, first_row: u32, col_block: u32, end: &Epilogue<'_, T, T>) {
     let dims = end.dims;
     let (groups, parts) = (WARPS >> dims.split_log2, 1 << dims.split_log2);
     let (base, warp_bytes) = (shared::base(), rows * TILE_ROWS * 4);
@@ -401,7 +405,13 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
     /// # Safety
     /// - As [`multiply_mma`].
     #[inline(always)]
-    unsafe fn sums<C: Code<Words = FewWords>, const ROWS: u32, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
+    unsafe fn sums<
+        C: Code<Words = FewWords>,
+        const ROWS: u32,
+        const TILES: usize,
+        const GROUP: u32,
+        const ORIGIN: u32,
+    >(
         &self,
         (packed, weight): (&Packed, &Row<'_>),
         dims: &MatmulDims,
@@ -479,7 +489,13 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
 /// - *converged*: all 32 lanes; the tile of a has been staged, and nobody writes it.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn add_tile<C: Code<Words = FewWords>, T: Pair, const FRAGMENTS: usize, const GROUP: u32, const ORIGIN: u32>(
+unsafe fn add_tile<
+    C: Code<Words = FewWords>,
+    T: Pair,
+    const FRAGMENTS: usize,
+    const GROUP: u32,
+    const ORIGIN: u32,
+>(
     packed: &Packed,
     (words, raw, zeros): (&FewWords, &RawScales, [u32; 2]),
     (at, pieces): (u32, &[[u32; 2]; FRAGMENTS]),
@@ -644,6 +660,18 @@ macro_rules! mma_entries {
 }
 #[cfg(not(lacks_mma_sync))]
 abi::matmul_packed_mma_table!(mma_entries);
+
+/// The totals of 64 rows leave room for one block on a multiprocessor.
+#[cfg(not(lacks_wgmma))]
+macro_rules! wgmma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident, Wgmma { rows: $rows:literal };)*) => {
+        $(entry!($entry, $type, 1, |a, packed, end| {
+            packed_wgmma::multiply::<$codes, $type, $rows, { $rows / 2 }>(a, &packed, end)
+        });)*
+    };
+}
+#[cfg(not(lacks_wgmma))]
+abi::matmul_packed_wgmma_table!(wgmma_entries);
 
 macro_rules! unpack_entries {
     ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident;)*) => {$(

@@ -36,7 +36,8 @@ use planned::{Backend, Planned, residual};
 
 pub use abi::ops::matmul::{
     AHEAD_VARIANTS, FP8_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS,
-    PACKED_VARIANTS, PackedTile, PackedVariant, STREAM_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, STREAM_VARIANTS, UNPACK_VARIANTS,
+    VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 
 use abi::ops::matmul::{
     A_IN_PIECES, MatmulDims, MatmulEpilogue, MatmulVariant, OUT_IN_F32, OUT_IN_QUADS, PACKED_MMA_VARIANTS,
-    PACKED_VARIANTS, PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
+    PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
 };
 use abi::weight::{Codes, Layout, TILE_K, TILE_ROWS, WeightDims};
 use abi::{Arch, DType};
@@ -23,6 +23,12 @@ use crate::weight::Weight;
 
 /// Up to so many rows the weight is read as it is packed, on tensor cores.
 const FEW_MAX_ROWS: usize = 64;
+/// Up to so many rows by `wgmma`, of which a block has 64 at most: further blocks decode the weight again.
+const FEW_MAX_ROWS_WGMMA: usize = 128;
+/// Up to so many rows `mma.sync` costs no more than `wgmma`.
+const MMA_MAX_ROWS: usize = 32;
+/// Columns of a block by `wgmma`.
+const WGMMA_COLS: usize = 128;
 /// The same by ordinary arithmetic, which decodes the weight again for every two rows.
 const FEW_MAX_ROWS_SIMT: usize = 8;
 /// The same of 16-bit codes where the dense product is on tensor cores: unpacking costs less than a second decoding.
@@ -68,16 +74,13 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
             .filter(|variant| few && variant.dtype == dtype && variant.codes == layout.codes)
             .filter(|variant| limits.floor.runs(variant.floor))
             .filter(|variant| variant.tile.smem_bytes() <= limits.smem_per_block_bytes)
-            .filter(|variant| match variant.tile {
-                PackedTile::Mma { group, .. } => takes(group, layout) && k.is_multiple_of(4),
-                PackedTile::Simt { .. } => true,
-            })
+            .filter(|variant| suits(variant.tile, layout, k))
             .map(|variant| PackedChoice { variant, max_rows: variant.tile.rows() as usize })
             .collect();
         // Of several those of the longest groups.
         let group = |rung: &PackedChoice| match rung.variant.tile {
             PackedTile::Mma { group, .. } => group,
-            PackedTile::Simt { .. } => 0,
+            PackedTile::Simt { .. } | PackedTile::Wgmma { .. } => 0,
         };
         rungs.sort_by_key(|rung| (rung.max_rows, Reverse(group(rung))));
         rungs.dedup_by_key(|rung| rung.max_rows);
@@ -91,11 +94,23 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
     if is_invariant {
         [&mut simt, &mut mma].into_iter().for_each(invariant);
     }
+    // Where a third of the multiprocessors have columns: a block has their whole k.
+    let are_busy = 3 * problem.b_rows().div_ceil(WGMMA_COLS) >= limits.num_sms as usize;
+    let wgmma = if is_invariant || !are_busy { Vec::new() } else { of(PACKED_WGMMA_VARIANTS) };
+    let has_wgmma = !wgmma.is_empty();
+    if has_wgmma {
+        mma.retain(|rung| rung.variant.tile.rows() as usize <= MMA_MAX_ROWS);
+        if let Some(last) = mma.last_mut() {
+            last.max_rows = MMA_MAX_ROWS;
+        }
+        mma.extend(wgmma);
+    }
     let most = match (few, mma.is_empty()) {
         (false, _) => 0,
         (true, _) if is_invariant => usize::MAX,
         (true, true) if unpacks_early(limits, dtype, layout) => FEW_MAX_ROWS_E6M9,
         (true, true) => FEW_MAX_ROWS_SIMT,
+        (true, false) if has_wgmma => FEW_MAX_ROWS_WGMMA,
         (true, false) => FEW_MAX_ROWS,
     };
     let dense_from = (m > most).then(|| most + 1);
@@ -141,6 +156,15 @@ pub(crate) fn takes(group: u32, layout: &Layout) -> bool {
     }
 }
 
+/// Whether a tile takes a layout and this k.
+fn suits(tile: PackedTile, layout: &Layout, k: usize) -> bool {
+    match tile {
+        PackedTile::Simt { .. } => true,
+        PackedTile::Mma { group, .. } => takes(group, layout) && k.is_multiple_of(4),
+        PackedTile::Wgmma { .. } => takes(TILE_K, layout) && !layout.minimums && k.is_multiple_of(4),
+    }
+}
+
 /// This kernel for any number of rows, if it can do the problem.
 pub(super) fn forced(
     limits: &DeviceLimits,
@@ -150,10 +174,7 @@ pub(super) fn forced(
     let Some(layout) = &problem.weight else {
         return Err(Error::invalid(OP, "problem", "a packed weight", "none"));
     };
-    let fits = match variant.tile {
-        PackedTile::Mma { group, .. } => takes(group, layout) && problem.k.is_multiple_of(4),
-        PackedTile::Simt { .. } => true,
-    };
+    let fits = suits(variant.tile, layout, problem.k);
     let typed = variant.dtype == problem.dtype && variant.codes == layout.codes && few_can(problem);
     let room = variant.tile.smem_bytes() <= limits.smem_per_block_bytes;
     if !fits || !typed || !room || !limits.floor.runs(variant.floor) {
@@ -165,7 +186,7 @@ pub(super) fn forced(
     choices.fp8.0.clear();
     let only = vec![PackedChoice { variant, max_rows: usize::MAX }];
     match variant.tile {
-        PackedTile::Mma { .. } => choices.mma = only,
+        PackedTile::Mma { .. } | PackedTile::Wgmma { .. } => choices.mma = only,
         PackedTile::Simt { .. } => (choices.simt, choices.mma) = (only, Vec::new()),
     }
     Ok(choices)
@@ -285,6 +306,10 @@ impl PackedKernels {
             how.options |= OUT_IN_F32;
         }
         let tile = choice.variant.tile;
+        if matches!(tile, PackedTile::Wgmma { .. }) {
+            // Each warp has its columns' whole k.
+            dims.split_log2 = 0;
+        }
         let cols = TILE_ROWS * (WARPS >> dims.split_log2);
         let blocks = dims.m.div_ceil(tile.rows()) * dims.n.div_ceil(cols);
         let of_weight = weight.dims();
@@ -434,5 +459,54 @@ impl Dense {
             matmul.run(stream, &mut MatmulArgs { a, b: b.into(), up, gain: None, bias, residual, out })?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::weight::ScaleType;
+
+    use super::*;
+    use crate::Invariance;
+
+    const INT4: Layout = Layout {
+        codes: Codes::Int4,
+        group: 128,
+        rows: 1,
+        scale: ScaleType::Bf16,
+        zeros: false,
+        minimums: false,
+    };
+
+    #[test]
+    fn choice_by_rows() {
+        let hopper = DeviceLimits::new(Arch::Sm90a, 132, 227 << 10);
+        let ampere = DeviceLimits::new(Arch::Sm80, 108, 163 << 10);
+        let invariant = DeviceLimits { invariance: Invariance::Batch, ..hopper };
+        let narrow = Layout { group: 32, ..INT4 };
+        let wide = Layout { codes: Codes::E6m9, group: 0, scale: ScaleType::F32, ..INT4 };
+        // None: what is unpacked.
+        for (limits, layout, n, rows, entry) in [
+            (&hopper, INT4, 19456, 1, Some("matmul_bf16_int4__packed8__sm80")),
+            (&hopper, INT4, 19456, 32, Some("matmul_bf16_int4__packed32__sm80")),
+            (&hopper, INT4, 19456, 33, Some("matmul_bf16_int4__packedw64__sm90a")),
+            (&hopper, INT4, 19456, 128, Some("matmul_bf16_int4__packedw64__sm90a")),
+            (&hopper, INT4, 19456, 129, None),
+            (&hopper, INT4, 2560, 64, Some("matmul_bf16_int4__packed64__sm80")),
+            (&hopper, INT4, 2560, 65, None),
+            (&hopper, narrow, 19456, 64, Some("matmul_bf16_int4__packed64g32__sm80")),
+            (&ampere, INT4, 19456, 64, Some("matmul_bf16_int4__packed64__sm80")),
+            (&ampere, INT4, 19456, 65, None),
+            (&invariant, INT4, 19456, 500, Some("matmul_bf16_int4__packed16__sm80")),
+            (&hopper, wide, 19456, 2, Some("matmul_bf16_e6m9__packed2__sm61")),
+            (&hopper, wide, 19456, 3, None),
+        ] {
+            let problem = MatmulProblem::new(rows, n, 2560, DType::BF16);
+            let choices = select(limits, &problem, &layout);
+            let ladder = if choices.mma.is_empty() { &choices.simt } else { &choices.mma };
+            let chosen = ladder.iter().find(|choice| rows <= choice.max_rows);
+            let chosen = chosen.filter(|_| choices.dense_from.is_none()).map(|choice| choice.variant.entry);
+            assert_eq!(chosen, entry, "{layout:?} {rows} × {n}");
+        }
     }
 }

@@ -22,13 +22,21 @@ pub enum PackedTile {
         /// minimums.
         group: u32,
     },
+    /// On Hopper's tensor cores, groups of 64 of k and more: 128 columns, of which each warp has 16 by itself.
+    Wgmma {
+        /// Rows of a: a multiple of 8.
+        rows: u32,
+    },
 }
+
+/// Stages of the pipeline by `wgmma`: 64 of k each.
+pub const WGMMA_PACKED_STAGES: u32 = 6;
 
 impl PackedTile {
     /// Rows of a.
     pub const fn rows(self) -> u32 {
         match self {
-            PackedTile::Simt { rows } | PackedTile::Mma { rows, .. } => rows,
+            PackedTile::Simt { rows } | PackedTile::Mma { rows, .. } | PackedTile::Wgmma { rows } => rows,
         }
     }
 
@@ -41,6 +49,10 @@ impl PackedTile {
             PackedTile::Mma { rows, tiles, .. } => {
                 let staged = 2 * super::WARPS * tiles * rows * crate::weight::TILE_K * 2;
                 if staged > sums { staged } else { sums }
+            }
+            // Rows of a, and codes of 8 bits.
+            PackedTile::Wgmma { rows } => {
+                WGMMA_PACKED_STAGES * (rows * super::WGMMA_ROW_BYTES + super::WARPS * 1024)
             }
         }
     }
@@ -172,6 +184,21 @@ macro_rules! matmul_packed_mma_table {
     };
 }
 
+/// The same for the kernels by `wgmma`.
+#[macro_export]
+macro_rules! matmul_packed_wgmma_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_f16_int4__packedw64__sm90a => f16, F16, Int4, Sm90a, Wgmma { rows: 64 };
+            matmul_f16_int8__packedw64__sm90a => f16, F16, Int8, Sm90a, Wgmma { rows: 64 };
+            matmul_f16_e4m3__packedw64__sm90a => f16, F16, E4m3, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_int4__packedw64__sm90a => bf16, BF16, Int4, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_int8__packedw64__sm90a => bf16, BF16, Int8, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_e4m3__packedw64__sm90a => bf16, BF16, E4m3, Sm90a, Wgmma { rows: 64 };
+        }
+    };
+}
+
 /// The same for the kernels that unpack.
 #[macro_export]
 macro_rules! matmul_unpack_table {
@@ -224,5 +251,7 @@ macro_rules! unpack_rows {
 pub const PACKED_VARIANTS: &[PackedVariant] = matmul_packed_table!(rows);
 /// The kernels of the tensor cores.
 pub const PACKED_MMA_VARIANTS: &[PackedVariant] = matmul_packed_mma_table!(rows);
+/// The kernels by `wgmma`.
+pub const PACKED_WGMMA_VARIANTS: &[PackedVariant] = matmul_packed_wgmma_table!(rows);
 /// The kernels that unpack.
 pub const UNPACK_VARIANTS: &[UnpackVariant] = matmul_unpack_table!(unpack_rows);
