@@ -22,7 +22,7 @@ use clap::Parser;
 use serde_json::{Value, json};
 use warpforge::models::{
     Batch, BatchError, BatchOptions, BatchSampler, Model, RequestId, RowSampling, Scheduler, SequenceId,
-    SessionOptions, Work,
+    SessionOptions, SharedPrefix, Work,
 };
 use warpforge::ops::sampling::{
     PARAMS_LEN, Sampler, SamplingArgs, SamplingFeatures, SamplingParams, SamplingProblem,
@@ -94,6 +94,17 @@ struct Options {
     /// The choice of 128 tokens, each by its own settings, against all by the same.
     #[arg(long)]
     sampling: bool,
+    /// A decode step of sequences that share a prefix, read once for each and once for all.
+    #[arg(long)]
+    cascade: bool,
+    /// For it the sequences, and the tokens of the prefix; each has 256 of its own besides.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "SEQUENCESxTOKENS",
+        default_values = ["32x2048", "32x8192", "128x2048", "128x8192"]
+    )]
+    behind: Vec<Behind>,
     /// All modes, and the trace.
     #[arg(long)]
     all: bool,
@@ -103,6 +114,23 @@ struct Options {
     /// Of cargo.
     #[arg(long, hide = true)]
     bench: bool,
+}
+
+/// Sequences that share a prefix.
+#[derive(Clone, Copy)]
+struct Behind {
+    sequences: usize,
+    prefix: usize,
+}
+
+impl std::str::FromStr for Behind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let sizes = text.split_once('x').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+        let (sequences, prefix) = sizes.ok_or("expected two numbers, as in 32x2048")?;
+        Ok(Behind { sequences, prefix })
+    }
 }
 
 /// SplitMix64: the same numbers on every machine.
@@ -423,6 +451,29 @@ impl Decoding {
         Ok(Decoding { batch, ids, prompt: text(options.sequences, options.chunk, vocab) })
     }
 
+    /// Sequences that share their first tokens, with pages for these once.
+    fn behind(model: &Model, behind: Behind, shared_prefix: SharedPrefix) -> Result<Self, Failure> {
+        let vocab = model.config().decoder.vocab_size;
+        let Behind { sequences, prefix } = behind;
+        let base = BatchOptions::default();
+        // A token more than there are, in a page of its own.
+        let capacity = prefix + OWN_TOKENS + 1;
+        let [shared, own] = [prefix, OWN_TOKENS + 1].map(|tokens| tokens.div_ceil(base.page_tokens));
+        let mut batch = model.batch(BatchOptions {
+            max_sequences: sequences,
+            max_step_tokens: base.max_step_tokens.max(sequences),
+            max_logits: sequences,
+            capacity,
+            pages: shared + sequences * (own + 1),
+            shared_prefix,
+            ..base
+        })?;
+        let texts = (0..sequences)
+            .map(|sequence| [text(sequences, prefix, vocab), text(sequence, OWN_TOKENS, vocab)].concat());
+        let ids = texts.map(|text| read(&mut batch, &text)).collect::<Result<_, _>>()?;
+        Ok(Decoding { batch, ids, prompt: Vec::new() })
+    }
+
     /// A step with a prompt's chunk, if so, and a token of each sequence, if so.
     fn step(&mut self, has_prompt: bool, decodes: bool) -> Result<Duration, Failure> {
         let Self { batch, ids, prompt } = self;
@@ -495,6 +546,31 @@ fn run_static(model: &Model, options: &Options) -> Result<Value, Failure> {
     }))
 }
 
+/// Tokens that sequences have behind a prefix that they share.
+const OWN_TOKENS: usize = 256;
+
+fn run_cascade(model: &Model, options: &Options) -> Result<Value, Failure> {
+    let mut line = json!({ "own_tokens": OWN_TOKENS });
+    for &behind in &options.behind {
+        let [mut each, mut once] = [
+            Decoding::behind(model, behind, SharedPrefix::Off)?,
+            Decoding::behind(model, behind, SharedPrefix::Always)?,
+        ];
+        let shared = |decoding: &Decoding| decoding.batch.stats().shared_prefix_steps;
+        let before = shared(&once);
+        let call = |which| if which == 0 { each.step(false, true) } else { once.step(false, true) };
+        let [of_each, of_once] = by_turns(options.seconds[1], call)?;
+        if shared(&each) != 0 || shared(&once) == before {
+            return Err("a prefix that was not read as it was to be".into());
+        }
+        let name = format!("{}x{}", behind.sequences, behind.prefix);
+        line[format!("{name}_off_ms")] = of_each.into();
+        line[format!("{name}_on_ms")] = of_once.into();
+        line[format!("{name}_on_over_off")] = (of_once / of_each).into();
+    }
+    Ok(line)
+}
+
 /// Rows of the comparison of settings.
 const ROWS: usize = 128;
 /// Runs that are timed at a time.
@@ -540,13 +616,14 @@ fn main() -> Result<(), Failure> {
     let options = Options::parse();
     let invariance = if options.invariant { Invariance::Batch } else { Invariance::None };
     let device = options.device.open()?.with_invariance(invariance);
-    let any = options.mixed || options.fixed || options.sampling;
+    let any = options.mixed || options.fixed || options.sampling || options.cascade;
     type Mode = fn(&Model, &Options) -> Result<Value, Failure>;
-    let modes: [(&str, bool, Mode); 4] = [
+    let modes: [(&str, bool, Mode); 5] = [
         ("trace", !any, run_trace),
         ("mixed", options.mixed, run_mixed),
         ("static", options.fixed, run_static),
         ("sampling", options.sampling, run_sampling),
+        ("cascade", options.cascade, run_cascade),
     ];
     for name in &options.model {
         let Named { config, quantise } = Named::new(name)?;

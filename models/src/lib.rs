@@ -29,7 +29,7 @@ pub use adapter::Adapter;
 pub use batch::{
     Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, ModelDraft,
     NgramDraft, Prompt, PromptVisual, RequestId, RowSampling, ScheduledStep, Scheduler, SequenceId,
-    StepOutput, TokenLogprobs, Work, WorkLogits,
+    SharedPrefix, StepOutput, TokenLogprobs, Work, WorkLogits,
 };
 pub use checkpoint::{Checkpoint, StoredName};
 pub use config::{

@@ -403,7 +403,7 @@ impl<'a> Loader<'a> {
     ) -> Result<ProjectionWeight, Error> {
         let shape = [experts.len(), rows.len(), cols.len()];
         if let Some(layout) = self.random_layout()
-            && shape.iter().product::<usize>() > 0
+            && !shape.contains(&0)
         {
             let whole = rows.len().is_multiple_of(layout.rows as usize);
             let layout = Layout { rows: if whole { layout.rows } else { 1 }, ..layout };
@@ -419,14 +419,14 @@ impl<'a> Loader<'a> {
             let (fused, shape) = (fused.to_owned(), [experts.of, rows.of, cols.of]);
             listed.experts.push(ListedExperts { fused, shape, parts: names.clone() });
         }
-        if shape.iter().product::<usize>() > 0
+        if !shape.contains(&0)
             && let Some(weight) = self.experts_by_card((&names, is_fused), experts, [rows, cols])?
         {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         if let Source::Checkpoint(checkpoint) = self.source
             && self.quantise != Quantise::Dense
-            && shape.iter().product::<usize>() > 0
+            && !shape.contains(&0)
             && let Some(packed) =
                 self.packed_experts(checkpoint, (&names, is_fused), experts, [rows, cols])?
         {

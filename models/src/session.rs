@@ -167,7 +167,8 @@ impl Session {
         let block = |sequences: usize, seq: usize, logit_rows| {
             let tokens = sequences * seq;
             let (ragged, page_tokens, pages) = (false, None, 0);
-            let group = GroupPhase { sequences, seq, tokens, ragged, capacity, page_tokens, pages };
+            let shares = false;
+            let group = GroupPhase { sequences, seq, tokens, ragged, capacity, page_tokens, pages, shares };
             let (stream, groups) = (&stream, &[group]);
             let (rank, sizes, chooses) = (model.rank(), [].as_slice(), false);
             let phase = Phase {

@@ -30,6 +30,7 @@ const OPTIONS: BatchOptions = BatchOptions {
     prefix_cache: true,
     max_patches: 0,
     cache_type: CacheType::Model,
+    shared_prefix: SharedPrefix::Auto,
 };
 
 const ATTENTION: [&str; 4] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"];

@@ -13,6 +13,7 @@ mod quantising;
 mod sampling;
 mod saving;
 mod session;
+mod shared_prefix;
 mod variants;
 
 use std::error::Error as StdError;
@@ -25,7 +26,8 @@ use testkit::gpu::workspace_root;
 use testkit::simulator::Card;
 use warpforge::models::{
     BatchError, BatchOptions, CacheType, FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model,
-    ModelConfig, Observed, PatchGrid, Scheduler, Session, SessionOptions, SessionSampler, Visual,
+    ModelConfig, Observed, PatchGrid, Scheduler, Session, SessionOptions, SessionSampler, SharedPrefix,
+    Visual,
 };
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::{Arch, DType, Device, Invariance, Place};

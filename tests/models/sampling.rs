@@ -23,6 +23,7 @@ const OPTIONS: BatchOptions = BatchOptions {
     prefix_cache: true,
     max_patches: 0,
     cache_type: CacheType::Model,
+    shared_prefix: SharedPrefix::Auto,
 };
 
 const ALL: SamplingFeatures = SamplingFeatures {

@@ -5,8 +5,8 @@ use proptest::sample::select;
 use testkit::strategies::{Rng, Values};
 use warpforge::ops::attention::reference::{Options, Sequence, attention, magnitudes};
 use warpforge::ops::attention::{
-    AttentionArgs, AttentionProblem, CascadeArgs, CascadeAttention, CascadeProblem, Mask, Offsets, Prefix,
-    ScoreBias, ScoreTensors, Scores,
+    Attention, AttentionArgs, AttentionProblem, CascadeArgs, CascadeAttention, CascadeProblem, Mask, Offsets,
+    Prefix, ScoreBias, ScoreTensors, Scores, VARIANTS, select as choose,
 };
 use warpforge::{DType, Device, Error, Tensor};
 
@@ -294,6 +294,41 @@ fn cascade_mistakes() -> Result<(), Error> {
             let message = message(&q, &out, is_packed)?;
             assert!(message.starts_with(expected), "{message}");
         }
+    }
+    Ok(())
+}
+
+/// The attention over the own keys is one by itself, with the bits of another of the same problem; by a kernel that was
+/// asked for, if it can do it.
+#[test]
+fn own_keys_alone() -> Result<(), Error> {
+    for device in &devices() {
+        let stream = device.stream()?;
+        let own = AttentionProblem {
+            mask: Mask::Causal,
+            ..AttentionProblem::new(2, [1, 24], [2, 1], 64, DType::F32)
+        };
+        let problem = CascadeProblem::new(16, 2, own);
+        let mut rng = Rng::new(5);
+        let mut normal = |shape: &[usize]| {
+            let len = shape.iter().product();
+            let values: Vec<f32> = (0..len).map(|_| rng.below(2001) as f32 / 1000.0 - 1.0).collect();
+            Tensor::from_slice(&stream, shape, &values)
+        };
+        let (q, k, v) = (normal(&[2, 1, 2, 64])?, normal(&[2, 24, 1, 64])?, normal(&[2, 24, 1, 64])?);
+        let run = |attention: &Attention| {
+            let mut out = Tensor::zeros(&stream, &[2, 1, 2, 64], DType::F32)?;
+            attention.run(&stream, AttentionArgs::new(q.view(), k.view(), v.view(), out.view_mut()))?;
+            out.to_vec::<f32>(&stream)
+        };
+        let want = run(&Attention::plan(device, own)?)?;
+        assert_eq!(run(CascadeAttention::plan(device, problem)?.own())?, want);
+        let Some(limits) = device.limits() else { continue };
+        let variant = choose(&limits, &own, 1)?.variant;
+        assert_eq!(run(CascadeAttention::plan_with(device, problem, variant)?.own())?, want);
+        let other = VARIANTS.iter().find(|variant| variant.dtype == DType::BF16).expect("one of them");
+        let error = CascadeAttention::plan_with(device, problem, other).unwrap_err().to_string();
+        assert!(error.starts_with("attention: variant: expected bf16"), "{error}");
     }
     Ok(())
 }

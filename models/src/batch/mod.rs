@@ -13,6 +13,7 @@ mod pages;
 mod prompt;
 mod sampler;
 mod scheduler;
+mod sharing;
 mod step;
 mod visual;
 mod work;
@@ -30,9 +31,10 @@ use super::recording::Recording;
 use super::vision::VisualInputs;
 use super::{Adapter, Model};
 use host::ops::rope::RopeTables;
-use host::{Error, OptimizationReport, Stream, Tensor};
+use host::{Error, Invariance, OptimizationReport, Stream, Tensor};
 use inputs::{Filled, Inputs};
 use pages::{Pages, Prefix};
+use sharing::Sharing;
 use visual::{BatchVisual, SequenceVisual, check_cut};
 
 pub use draft::NgramDraft;
@@ -43,6 +45,7 @@ pub use prompt::Prompt;
 pub(crate) use sampler::is_penalised;
 pub use sampler::{BatchSampler, ChosenToken, RowSampling, TokenLogprobs};
 pub use scheduler::{RequestId, ScheduledStep, Scheduler};
+pub use sharing::SharedPrefix;
 pub use visual::PromptVisual;
 pub use work::{BatchStats, SequenceId, StepOutput, Work, WorkLogits};
 
@@ -72,21 +75,30 @@ struct Sequence {
 /// Sequences that come and go, in one forward pass each step.
 ///
 /// **A sequence's logits** are those that it has alone in a [`Session`](super::Session), within rounding: kernels are
-/// chosen by numbers of rows, so that last bits depend on what else is in a step. Nothing else of the other sequences
-/// does. Of a model on a device with [`Invariance::Batch`](host::Invariance::Batch) they are the same bits, whatever is
-/// in a step, however prompts are cut, and whatever is found again, forked or pre-empted; with adapters, the bits that
-/// it has alone in a batch with the same ones. A decode step takes the attention of prompts then, for which Ampere
-/// copies the caches into rows in each layer; latent attention has memory for each query, head and 256 keys of a step's
-/// longest prompts, and delta nets read prompts token by token.
+/// chosen by numbers of rows, and what is shared may be read once, so that last bits depend on what else is in a step.
+/// Nothing else of the other sequences does. Of a model on a device with [`Invariance::Batch`](host::Invariance::Batch)
+/// they are the same bits, whatever is in a step, however prompts are cut, and whatever is found again, forked or
+/// pre-empted; with adapters, the bits that it has alone in a batch with the same ones. A decode step takes the
+/// attention of prompts then, for which Ampere copies the caches into rows in each layer; latent attention has memory
+/// for each query, head and 256 keys of a step's longest prompts, and delta nets read prompts token by token.
 /// **Pages** are taken by steps, as tokens need them. A fork shares all pages of its sequence; who first writes to a
 /// page that others hold, which can only be the last, gets a copy of it. Full pages stay known by their tokens: a
 /// sequence that begins with them takes them as they are, also after those that computed them are gone, until their
 /// room is wanted (least recently used first).
+/// **A shared prefix** ([`BatchOptions::shared_prefix`], which is off unless asked for): where all sequences of a step
+/// that have one token, or all that have several, begin with the same pages, layers of softmax attention read these
+/// once for all of them, and what each has behind them by itself
+/// ([`CascadeAttention`](host::ops::attention::CascadeAttention)). Each of the two kinds is looked at alone, so that a
+/// prompt that begins otherwise leaves the decode tokens beside it what they share. A page counts where every token of
+/// the step lies behind it. By [`SharedPrefix::Auto`] it is done where it should save time, which leaves out few
+/// sequences and short prefixes. A batch that never has such a step takes no memory for it; another one has room for
+/// two results of each token and head, and where kernels gather keys for those of one sequence more. Windows and latent
+/// attention are read as ever, and so is all under `Invariance::Batch`, since what is shared depends on the mix.
 /// **Recurrent states** (delta nets) have a slot for each sequence. There is one state, that behind all computed
 /// tokens, so that beginnings are not found again: each sequence computes all of its tokens, but for forks.
 /// **Pre-emption** gives up a sequence's pages and keeps its tokens, which are pending again.
 /// **Steps** with one token for each sequence are recorded as graphs on CUDA, one for each power of two of sequences,
-/// and padded to it.
+/// and padded to it; steps that read a shared prefix once are others than those that do not.
 /// **Adapters** ([`Model::batch_with`]) are each sequence's own: a step computes sequences of different ones, and of
 /// none, together. Steps without such sequences cost what they cost without adapters.
 /// **Images** ([`BatchOptions::max_patches`], [`Prompt::visuals`]) are computed in chunks beside other sequences, those
@@ -127,16 +139,28 @@ pub struct Batch {
     logits: Tensor,
     /// Rows of it that each work of the last step asked for.
     rows: Vec<Range<usize>>,
-    /// Steps with one token for each sequence, by how many there are of them, and whether some have adapters.
-    recorded: BTreeMap<(usize, bool), Recording>,
+    /// Steps with one token for each sequence.
+    recorded: BTreeMap<Bucket, Recording>,
     adapters: Option<BatchAdapters>,
     /// If it takes images and videos.
     visual: Option<BatchVisual>,
     pages: Pages,
+    /// If steps may read a prefix once for several sequences.
+    sharing: Option<Sharing>,
     sequences: BTreeMap<SequenceId, Sequence>,
     free_states: Vec<usize>,
     last_id: u64,
     stats: BatchStats,
+}
+
+/// Steps that are recorded as one: they differ in what they read from device memory alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Bucket {
+    sequences: usize,
+    /// Whether some have adapters.
+    is_adapted: bool,
+    /// Whether all begin with a prefix that is read once.
+    is_shared: bool,
 }
 
 /// Adapters of a batch, and what sorts a step's rows by them.
@@ -168,6 +192,9 @@ impl Batch {
         let (stream, dtype, logit_rows) = (model.device().stream()?, model.dtype(), options.logit_rows());
         let (ones, severals) = (options.max_ones(), options.max_severals());
         let adapters = if adapters.is_empty() { None } else { Some(model.adapters(&stream, adapters)?) };
+        // How many sequences share a prefix depends on the mix.
+        let is_invariant = model.device().invariance() == Invariance::Batch;
+        let sharing = Sharing::new(&options, config, dtype).filter(|_| !is_invariant);
         let one = GroupPhase {
             sequences: ones,
             seq: 1,
@@ -176,8 +203,10 @@ impl Batch {
             capacity,
             page_tokens: Some(page_tokens),
             pages,
+            shares: sharing.is_some() && ones > 1,
         };
-        let several = GroupPhase { sequences: severals, seq: tokens, tokens, ragged: true, ..one };
+        let shares = sharing.is_some() && severals > 1;
+        let several = GroupPhase { sequences: severals, seq: tokens, tokens, ragged: true, shares, ..one };
         let groups = if severals > 0 { vec![one, several] } else { vec![one] };
         let sizes: Vec<usize> = powers_of_two(tokens).collect();
         let phase = Phase {
@@ -202,8 +231,8 @@ impl Batch {
         let rope = &config.rope;
         let ropes = RopeTables::new(&stream, &rope.inv_freq()?, rope.attention_factor(), capacity)?;
         let of_tokens = (tokens, adapters.is_some());
-        let inputs =
-            Inputs::new(&stream, of_tokens, logit_rows, [ones, severals], options.pages_of(capacity))?;
+        let of_pages = (options.pages_of(capacity), sharing.is_some());
+        let inputs = Inputs::new(&stream, of_tokens, logit_rows, [ones, severals], of_pages)?;
         let count = adapters.as_ref().map_or(0, Adapters::len);
         let adapters = adapters.map(|adapters| {
             let sorter = RowSorter::new(&phase, adapters.len())?;
@@ -236,6 +265,7 @@ impl Batch {
             adapters,
             visual: visual.map(BatchVisual::new),
             pages: Pages::new(pages, count),
+            sharing,
             sequences: BTreeMap::new(),
             free_states: (0..max_sequences).rev().collect(),
             last_id: 0,

@@ -2,6 +2,7 @@
 
 use abi::DType;
 
+use super::SharedPrefix;
 use crate::CacheType;
 use crate::config::ModelConfig;
 use host::Error;
@@ -34,6 +35,9 @@ pub struct BatchOptions {
     pub max_patches: usize,
     /// What keys and values are stored as.
     pub cache_type: CacheType,
+    /// Whether a step reads pages that its sequences share, forks or by the prefix cache, once for all of them: see
+    /// [`Batch`](crate::Batch).
+    pub shared_prefix: SharedPrefix,
 }
 
 impl Default for BatchOptions {
@@ -49,6 +53,7 @@ impl Default for BatchOptions {
             prefix_cache: true,
             max_patches: 0,
             cache_type: CacheType::Model,
+            shared_prefix: SharedPrefix::Off,
         }
     }
 }

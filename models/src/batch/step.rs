@@ -5,10 +5,12 @@ use std::collections::HashSet;
 use super::inputs::NOWHERE;
 use super::pages::Prefix;
 use super::visual::StepVisual;
-use super::{Batch, BatchAdapters, BatchError, BatchOptions, ONE, SEVERAL, StepOutput, Work, WorkLogits};
+use super::{
+    Batch, BatchAdapters, BatchError, BatchOptions, Bucket, ONE, SEVERAL, StepOutput, Work, WorkLogits,
+};
 use crate::LogitRows;
 use crate::decoder::LogitArgs;
-use crate::layers::{Group, Keys, Span, Step};
+use crate::layers::{Group, Keys, SharedPages, Span, Step};
 use crate::recording::Recording;
 use host::{Error, Invariance, Stream, nvtx};
 
@@ -39,6 +41,8 @@ impl Batch {
         self.check_accounts();
         result?;
         self.stats.steps += 1;
+        let is_shared = self.filled.groups.iter().any(|group| group.prefix > 0);
+        self.stats.shared_prefix_steps += u64::from(is_shared);
         self.stats.computed_tokens += work.iter().map(|work| work.tokens as u64).sum::<u64>();
         if self.options.prefix_cache && !self.is_recurrent {
             self.register(work);
@@ -177,7 +181,14 @@ impl Batch {
             let group = |which: usize, sequences: usize| -> Result<_, Error> {
                 let [lens, states, offsets, table] = inputs.group(which, sequences)?;
                 let rows = if which == ONE { 0..padded } else { padded..tokens };
-                let keys = Keys::Pages { table, lens };
+                let shared = match filled.groups[which].prefix {
+                    0 => None,
+                    _ => {
+                        let [prefix, lens, table] = inputs.shared(which, sequences)?;
+                        Some(SharedPages { prefix, table, lens })
+                    }
+                };
+                let keys = Keys::Pages { table, lens, shared };
                 let spans = if which == ONE { &[][..] } else { &spans };
                 Ok(Group { rows, sequences, ragged: which == SEVERAL, states, offsets, keys, spans })
             };
@@ -207,16 +218,17 @@ impl Batch {
         if severals > 0 || visual.is_some() {
             return run(&self.stream);
         }
-        let recorded = recorded.entry((padded, is_adapted)).or_insert_with(|| Recording::new(model.device()));
+        let bucket = Bucket { sequences: padded, is_adapted, is_shared: filled.groups[ONE].prefix > 0 };
+        let recorded = recorded.entry(bucket).or_insert_with(|| Recording::new(model.device()));
         // SAFETY: all of it is the batch's own, or the model's, which live as long as the recording, and work of the
-        // same number of sequences, with adapters or without, uses the same parts of it; the stream is the batch's
-        // only one.
+        // same number of sequences, with adapters or without, behind a shared prefix or not, uses the same parts of it;
+        // the stream is the batch's only one.
         unsafe { recorded.run(&self.stream, run) }
     }
 
     /// Writes down a step: ones first, up to `padded` of them, then the others. Returns what those have.
     fn fill(&mut self, work: &[Work], padded: usize) -> Result<Vec<Span>, Error> {
-        let Self { filled, rows, sequences, options, adapters, .. } = self;
+        let Self { filled, rows, sequences, options, adapters, sharing, .. } = self;
         let &mut BatchOptions { page_tokens, capacity, .. } = options;
         let width = options.pages_of(capacity);
         filled.clear();
@@ -287,6 +299,17 @@ impl Batch {
                 }
                 if only_ones {
                     filled.logits.extend(0..padded as u32);
+                }
+            }
+            if let Some(sharing) = sharing {
+                let group = &mut filled.groups[which];
+                let is_of_it = |work: &&Work| (work.tokens > 1) == (which == SEVERAL);
+                let own = work.iter().filter(is_of_it);
+                let (count, tokens) =
+                    own.fold((0, 0), |(count, tokens), work| (count + 1, tokens + work.tokens));
+                let pages = group.common_pages(count, page_tokens, width);
+                if sharing.pays(count, tokens, pages * page_tokens) {
+                    group.share(pages, page_tokens, width);
                 }
             }
         }

@@ -82,6 +82,8 @@ pub struct BatchStats {
     pub computed_tokens: u64,
     /// Tokens that were found in the prefix cache instead.
     pub reused_tokens: u64,
+    /// Steps that read a prefix once for several sequences.
+    pub shared_prefix_steps: u64,
     /// Pages that left the prefix cache for others.
     pub evicted_pages: u64,
     /// Pages copied, since several sequences held them and one went on.

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use abi::DType;
 
+use super::group::GroupAttention;
 use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::AttentionConfig;
@@ -11,7 +12,7 @@ use crate::loader::Loader;
 use crate::part::{Cut, Part};
 use host::Error;
 use host::Stream;
-use host::ops::attention::{self, AttentionProblem, KvScales, Mask};
+use host::ops::attention::{AttentionProblem, KvScales, Mask};
 use host::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use host::ops::matmul::{Act, Residual};
 use host::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
@@ -142,7 +143,7 @@ pub(crate) struct AttentionBlock {
     /// Of both projections, where adapters add to them.
     low_rank: [Option<LowRankBlock>; 2],
     /// Of each group.
-    attention: Vec<attention::Attention>,
+    attention: Vec<GroupAttention>,
     /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads; then
     /// the gates of the query heads, if there are any.
     qkv: Tensor,
@@ -211,7 +212,7 @@ impl AttentionBlock {
                 )?,
             })
         })?;
-        let attention = phase.groups.iter().map(|group| group.attention(phase, problem));
+        let attention = phase.groups.iter().map(|group| group.shared_attention(phase, problem));
         Ok(AttentionBlock {
             config: *config,
             plans,
@@ -240,7 +241,7 @@ impl AttentionBlock {
             reports.extend(plans.gate.iter().map(Kernel::optimization_report));
             reports.extend(o.reports());
         }
-        reports.extend(self.attention.iter().map(Kernel::optimization_report));
+        reports.extend(self.attention.iter().flat_map(GroupAttention::reports));
         reports
     }
 
@@ -341,7 +342,7 @@ impl AttentionBlock {
             let out =
                 attended.reborrow().slice(0, rows.clone())?.reshape(&[rows.len(), heads_q, head_dim])?;
             let keys = ([cache.k.view(), cache.v.view()], kv_scales);
-            group.attend(stream, plan, q.as_view().slice(0, rows)?, keys, out)?;
+            group.attend_shared(stream, plan, q.as_view().slice(0, rows)?, keys, out)?;
         }
         let (Some(glu), Some(gated)) = (&plans.gate, &mut self.gated) else {
             return Ok(());

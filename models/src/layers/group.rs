@@ -3,11 +3,14 @@
 use std::ops::Range;
 
 use super::Phase;
+use host::Device;
 use host::Error;
 use host::Stream;
 use host::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, KvScales, Offsets, ScoreTensors, select,
+    Attention, AttentionArgs, AttentionProblem, AttentionVariant, CascadeArgs, CascadeAttention,
+    CascadeProblem, KvScales, Offsets, Prefix, ScoreTensors, select,
 };
+use host::{Kernel, OptimizationReport};
 use host::{TensorView, TensorViewMut};
 
 /// What a group of sequences is planned for.
@@ -27,21 +30,79 @@ pub(crate) struct GroupPhase {
     pub(crate) page_tokens: Option<usize>,
     /// Pages of the cache.
     pub(crate) pages: usize,
+    /// Whether a step may have a prefix that its sequences share.
+    pub(crate) shares: bool,
 }
 
 impl GroupPhase {
     /// Attention of heads that `problem` describes.
     pub(super) fn attention(&self, phase: &Phase<'_>, problem: AttentionProblem) -> Result<Attention, Error> {
+        let (device, problem) = (phase.stream.device(), self.sized(problem));
+        match self.variant(device, &problem)? {
+            Some(variant) => Attention::plan_with(device, problem, variant),
+            None => Attention::plan(device, problem),
+        }
+    }
+
+    /// The same, also behind a prefix that the sequences share if the group may have one. A window has none: its
+    /// queries see different parts of a prefix, or nothing of it.
+    pub(super) fn shared_attention(
+        &self,
+        phase: &Phase<'_>,
+        problem: AttentionProblem,
+    ) -> Result<GroupAttention, Error> {
+        if !self.shares || problem.window.is_some() {
+            return Ok(GroupAttention::Plain(self.attention(phase, problem)?));
+        }
+        let (device, own) = (phase.stream.device(), self.sized(problem));
+        let problem = CascadeProblem { prefix: self.capacity, tokens: self.tokens, own };
+        let cascade = match self.variant(device, &own)? {
+            Some(variant) => CascadeAttention::plan_with(device, problem, variant)?,
+            None => CascadeAttention::plan(device, problem)?,
+        };
+        Ok(GroupAttention::Cascade(cascade))
+    }
+
+    fn sized(&self, problem: AttentionProblem) -> AttentionProblem {
         let &GroupPhase { sequences: batch, seq: seq_q, capacity: seq_kv, page_tokens: page_size, .. } = self;
-        let (device, problem) =
-            (phase.stream.device(), AttentionProblem { batch, seq_q, seq_kv, page_size, ..problem });
-        match device.limits() {
-            // Runs of it are always for the planned number of queries, so a kernel, and memory, for fewer would never
-            // be used.
-            Some(limits) if self.ragged => {
-                Attention::plan_with(device, problem, select(&limits, &problem, seq_q)?.variant)
-            }
-            _ => Attention::plan(device, problem),
+        AttentionProblem { batch, seq_q, seq_kv, page_size, ..problem }
+    }
+
+    /// The one kernel of a ragged group, whose runs are always for the planned number of queries: another one, and
+    /// memory, for fewer would never be used.
+    fn variant(
+        &self,
+        device: &Device,
+        problem: &AttentionProblem,
+    ) -> Result<Option<&'static AttentionVariant>, Error> {
+        let limits = device.limits().filter(|_| self.ragged);
+        limits.map(|limits| Ok(select(&limits, problem, problem.seq_q)?.variant)).transpose()
+    }
+}
+
+/// Attention of a group.
+// One per kind and group, which stays where it is made.
+#[expect(clippy::large_enum_variant)]
+#[derive(Debug)]
+pub(super) enum GroupAttention {
+    Plain(Attention),
+    /// Also behind a prefix that the sequences share.
+    Cascade(CascadeAttention),
+}
+
+impl GroupAttention {
+    /// Of each sequence by itself.
+    fn plain(&self) -> &Attention {
+        match self {
+            GroupAttention::Plain(attention) => attention,
+            GroupAttention::Cascade(cascade) => cascade.own(),
+        }
+    }
+
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        match self {
+            GroupAttention::Plain(attention) => vec![attention.optimization_report()],
+            GroupAttention::Cascade(cascade) => cascade.reports().to_vec(),
         }
     }
 }
@@ -65,12 +126,25 @@ pub(crate) struct Group<'a> {
 }
 
 /// Where a group's keys and values are.
+// Two of them in a step, on the stack.
+#[expect(clippy::large_enum_variant)]
 pub(crate) enum Keys<'a> {
     /// These sequences of a cache `[batch, capacity]`.
     Rows { sequences: Range<usize>, visible: Visible<'a> },
     /// Pages of a cache `[pages, page_tokens]`: `[sequences, pages of one]` u32, and how many keys each sequence has,
-    /// `[sequences]` u32.
-    Pages { table: TensorView<'a>, lens: TensorView<'a> },
+    /// `[sequences]` u32; of a prefix that they share the same again, if it is read once.
+    Pages { table: TensorView<'a>, lens: TensorView<'a>, shared: Option<SharedPages<'a>> },
+}
+
+/// A prefix that all sequences of a group share: whole pages, with which each one's row of the table begins.
+#[derive(Clone, Copy)]
+pub(crate) struct SharedPages<'a> {
+    /// `[1]` u32: keys of the prefix.
+    pub(crate) prefix: TensorView<'a>,
+    /// `[sequences, pages of one]` u32: the pages behind it.
+    pub(crate) table: TensorView<'a>,
+    /// `[sequences]` u32: how many keys these hold.
+    pub(crate) lens: TensorView<'a>,
 }
 
 /// Keys that are visible to the last token of a sequence.
@@ -116,7 +190,7 @@ impl Group<'_> {
                 let [k, v] = [k, v].map(|x| x.slice(0, sequences.clone())?.slice(1, 0..keys));
                 (k?, v?, lens, None)
             }
-            Keys::Pages { table, lens } => (k, v, Some(*lens), Some(*table)),
+            Keys::Pages { table, lens, .. } => (k, v, Some(*lens), Some(*table)),
         };
         let args = AttentionArgs {
             q: q.reshape(&shape(q.shape()))?,
@@ -134,5 +208,34 @@ impl Group<'_> {
             page_table,
         };
         plan.run(stream, args)
+    }
+
+    /// The same, with a prefix that the sequences share read once if there is one and the plan is for it.
+    pub(super) fn attend_shared(
+        &self,
+        stream: &Stream,
+        plan: &GroupAttention,
+        q: TensorView<'_>,
+        ([k, v], kv_scales): ([TensorView<'_>; 2], KvScales<'_>),
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let (cascade, table, shared) = match (plan, &self.keys) {
+            (GroupAttention::Cascade(cascade), Keys::Pages { table, shared: Some(shared), .. }) => {
+                (cascade, table, shared)
+            }
+            _ => return self.attend(stream, plan.plain(), q, ([k, v], kv_scales), out),
+        };
+        let packed = |heads: &[usize]| [1, heads[0], heads[1], heads[2]];
+        let (q_shape, out_shape) = (packed(q.shape()), packed(out.shape()));
+        let own = AttentionArgs {
+            kv_lens: Some(shared.lens),
+            kv_scales,
+            offsets: Offsets { q: Some(self.offsets), kv: None },
+            page_table: Some(shared.table),
+            ..AttentionArgs::new(q.reshape(&q_shape)?, k, v, out.reshape(&out_shape)?)
+        };
+        let page_table = Some(table.slice(0, 0..1)?);
+        let prefix = Prefix { len: Some(shared.prefix), page_table, ..Prefix::new(k, v) };
+        cascade.run(stream, CascadeArgs::new(own, prefix))
     }
 }

@@ -31,7 +31,7 @@ use super::vision::VisualRows;
 use attention::AttentionBlock;
 pub(super) use cache::Cache;
 use delta_net::DeltaNetBlock;
-pub(super) use group::{Group, GroupPhase, Keys, Span, Visible};
+pub(super) use group::{Group, GroupPhase, Keys, SharedPages, Span, Visible};
 use host::Error;
 use host::Invariance;
 use host::OptimizationReport;

@@ -11,7 +11,7 @@
 //! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per tile shares k: `matmul::split_k_wgmma` |
 //! | `Swapped` | dozens to hundreds of rows, from sm_90a on | a block or a cluster per tile: `matmul::swapped_wgmma` |
 //! | fp8 | many rows that are made fp8, packed fp8 weights | persistent blocks, 128 × 128 to 192 × 128: `matmul::fp8` |
-//! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed`; dozens of rows by `packed_wgmma` |
+//! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed`, `packed_wgmma` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or
 //! registers, sums are f32, and out is rounded once, behind all of the [`crate::matmul::epilogue`]. Of several products

@@ -10,9 +10,9 @@
 //! at the end totals ──► own shared memory ── crosswise ── epilogue ── out
 //! ```
 //!
-//! - A lane's codes of a tile are what `mma` wants of its first operand, and `wgmma` wants the same of a warp's 16 rows.
-//!   Of 16 of k a lane has four neighbours, though, where the instruction has two pairs eight apart: so a's pairs come
-//!   into shared memory in that order, which is why they are copied by fours of bytes.
+//! - A lane's codes of a tile are what `mma` wants of its first operand, and `wgmma` wants the same of a warp's 16
+//!   rows. Of 16 of k a lane has four neighbours, though, where the instruction has two pairs eight apart: so a's pairs
+//!   come into shared memory in that order, which is why they are copied by fours of bytes.
 //! - `mma.sync` reads a from shared memory for each 16 of the weight's rows, `wgmma` for each 64: at 64 rows that was
 //!   what bounded the products by `mma.sync`.
 //! - Groups of 64 of k and more, without minimums. More rows than a tile has are further blocks, which decode again.

@@ -275,7 +275,7 @@ unsafe fn make_scales<T: Element>(
             let exists = first < last && start < dims.k;
             let (bits, bytes, zero) = scale_of(range, dims);
             let (bits, zero) = if exists { (bits, zero) } else { (0, 0) };
-            if lane % lanes == 0 {
+            if lane.is_multiple_of(lanes) {
                 if !is_row {
                     if index < stretches {
                         let at =

@@ -2,7 +2,7 @@
 
 use abi::DType;
 
-use super::{Attention, AttentionArgs, AttentionProblem, Mask, Scores};
+use super::{Attention, AttentionArgs, AttentionProblem, AttentionVariant, Mask, Scores};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::attention_merge::{AttentionMerge, AttentionMergeArgs, AttentionMergeProblem};
@@ -125,6 +125,25 @@ impl CascadeAttention {
     ///
     /// **Errors**: as the type says, and those of the device.
     pub fn plan(device: &Device, problem: CascadeProblem) -> Result<Self, Error> {
+        Self::around(device, problem, Attention::plan)
+    }
+
+    /// The same with this kernel over the own keys, as [`Attention::plan_with`] has it.
+    ///
+    /// **Errors**: as [`Self::plan`], and [`Error::Invalid`] for a kernel that cannot do it.
+    pub fn plan_with(
+        device: &Device,
+        problem: CascadeProblem,
+        variant: &'static AttentionVariant,
+    ) -> Result<Self, Error> {
+        Self::around(device, problem, |device, own| Attention::plan_with(device, own, variant))
+    }
+
+    fn around(
+        device: &Device,
+        problem: CascadeProblem,
+        plan_own: impl FnOnce(&Device, AttentionProblem) -> Result<Attention, Error>,
+    ) -> Result<Self, Error> {
         let CascadeProblem { prefix, tokens, own } = problem;
         if own.window.is_some() {
             return Err(Error::invalid(OP, "problem", "no window, as all queries see the prefix", "one"));
@@ -147,10 +166,16 @@ impl CascadeAttention {
         Ok(CascadeAttention {
             problem,
             of_prefix: Attention::plan(device, of_prefix)?,
-            of_own: Attention::plan(device, own)?,
+            of_own: plan_own(device, own)?,
             merge: AttentionMerge::plan(device, merge)?,
             workspace,
         })
+    }
+
+    /// The attention over the own keys, which is also one by itself: for a run without a prefix, whose plan and memory
+    /// are this one's then.
+    pub fn own(&self) -> &Attention {
+        &self.of_own
     }
 
     /// The attention over the prefix, over the own keys, and the merge.
