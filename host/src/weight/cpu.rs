@@ -236,9 +236,9 @@ impl<'a> Packed<'a> {
                         _ => {
                             // Two lines of a row, of two steps each.
                             let line = |line: usize| &pieces[(2 * lower + line) * (ROWS / 2) + row];
-                            for i in 0..4 {
+                            for (i, decoded) in decoded.iter_mut().enumerate() {
                                 let halves = words_of(&line(i / 2)[i % 2 * 32..]);
-                                decoded[i] = V::load(&halves.map(e6m9_to_f32));
+                                *decoded = V::load(&halves.map(e6m9_to_f32));
                             }
                         }
                     }

@@ -79,7 +79,7 @@ impl<T: Pair> Block<'_, T> {
                     (0, 0)
                 };
                 let to =
-                    Self::stage::<ROWS>(tile) + row * ROW_BYTES + (chunk ^ row % 8) * 16 + pair % 8 / 2 * 4;
+                    Self::stage::<ROWS>(tile) + row * ROW_BYTES + (chunk ^ (row % 8)) * 16 + pair % 8 / 2 * 4;
                 // SAFETY: the caller's promise; what is not there is not read.
                 unsafe { cp_async::ca_4_fill(to, self.a.wrapping_add(at), bytes) };
                 i += 1;
