@@ -73,7 +73,7 @@ impl<'a> Loader<'a> {
     ) -> Result<Option<Weight>, Error> {
         let Some((checkpoint, scheme)) = self.scheme_of_card() else { return Ok(None) };
         let (n, k) = (height(parts), cols.len());
-        if n * k == 0 || !cols.is_all() {
+        if n == 0 || k == 0 || !cols.is_all() {
             return Ok(None);
         }
         let mut all = Vec::new();
