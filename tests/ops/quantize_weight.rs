@@ -207,11 +207,12 @@ fn run(
 /// The wanted kernels that can do the case.
 fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     for device in cards {
-        for (variant, scales) in std::iter::zip(VARIANTS, SCALES_VARIANTS) {
-            let is_wanted = wanted(variant.entry) || wanted(scales.entry);
-            if variant.dtype == case.problem.dtype && is_wanted {
-                run(device, case, Some(variant))?;
-            }
+        let QuantizeWeightProblem { dtype, scheme, .. } = case.problem;
+        let is_of_it =
+            |variant: &&QuantizeWeightVariant| (variant.dtype, variant.codes) == (dtype, scheme.codes);
+        let scales = SCALES_VARIANTS.iter().any(|scales| scales.dtype == dtype && wanted(scales.entry));
+        for variant in VARIANTS.iter().filter(is_of_it).filter(|variant| scales || wanted(variant.entry)) {
+            run(device, case, Some(variant))?;
         }
     }
     Ok(())

@@ -108,7 +108,7 @@ impl Scheme {
         let bits = match self.scale {
             ScaleType::F16 => f16::from_f32(wanted).to_bits().into(),
             ScaleType::Bf16 => bf16::from_f32(wanted).to_bits().into(),
-            ScaleType::E8m0 => e8m0_scale(magnitude, self.codes).into(),
+            ScaleType::E8m0 => e8m0_scale(magnitude, self.codes.largest()).into(),
             ScaleType::E4m3 => F8E4M3::from_f32(wanted / global).0.into(),
             _ => wanted.to_bits(),
         };

@@ -17,8 +17,12 @@ pub struct QuantizeWeightDims {
     pub matrices: u32,
     /// Whether four elements can be read at once: a multiple of four of a row at a multiple of their size.
     pub in_quads: u32,
-    /// The `Codes`.
-    pub codes: u32,
+    /// The largest magnitude of a code, and the largest code of an integer.
+    pub largest: f32,
+    /// See there.
+    pub most: u32,
+    /// Up to this magnitude a scale is 1; −1 where it never is for that.
+    pub unscaled_to: f32,
     /// The scheme's `ScaleType`, which may be stored as another.
     pub scale: u32,
     /// Elements of a row that share a scale: 16, 32, 64, …, or k and at least 1 for all of them.
@@ -33,7 +37,7 @@ pub struct QuantizeWeightDims {
     pub weight: WeightDims,
 }
 
-const _: () = assert!(size_of::<QuantizeWeightDims>() == 80);
+const _: () = assert!(size_of::<QuantizeWeightDims>() == 88);
 impl crate::Params for QuantizeWeightDims {}
 
 /// Threads of a block.
@@ -84,11 +88,11 @@ const fn exponent(x: f32) -> i32 {
 
 /// The scale that is a power of two: that of the group's largest magnitude over that of the largest code.
 #[inline(always)]
-pub fn e8m0_scale(magnitude: f32, codes: Codes) -> u8 {
+pub fn e8m0_scale(magnitude: f32, largest: f32) -> u8 {
     if magnitude <= 0.0 {
         return 0;
     }
-    let exponent = exponent(magnitude) - exponent(codes.largest());
+    let exponent = exponent(magnitude) - exponent(largest);
     (if exponent < -127 { -127 } else { exponent } + 127) as u8
 }
 
@@ -113,10 +117,22 @@ pub fn magnitude_of_rank(rank: u32, mut count: impl FnMut(u32) -> u32) -> f32 {
     f32::from_bits(bits)
 }
 
-/// One kernel of the operator.
+/// A kernel that makes codes.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
 pub struct QuantizeWeightVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of the matrix.
+    pub dtype: DType,
+    /// What it makes.
+    pub codes: Codes,
+}
+
+/// A kernel that makes scales.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct QuantizeScalesVariant {
     /// The entry point's name.
     pub entry: &'static str,
     /// Type of the matrix.
@@ -128,9 +144,21 @@ pub struct QuantizeWeightVariant {
 macro_rules! quantize_weight_table {
     ($callback:path) => {
         $callback! {
-            quantize_weight_f32__codes__sm61 => f32, F32;
-            quantize_weight_f16__codes__sm61 => f16, F16;
-            quantize_weight_bf16__codes__sm61 => bf16, BF16;
+            quantize_weight_f32_int4__codes__sm61 => f32, F32, Int4;
+            quantize_weight_f32_int8__codes__sm61 => f32, F32, Int8;
+            quantize_weight_f32_e2m1__codes__sm61 => f32, F32, E2m1;
+            quantize_weight_f32_e4m3__codes__sm61 => f32, F32, E4m3;
+            quantize_weight_f32_e6m9__codes__sm61 => f32, F32, E6m9;
+            quantize_weight_f16_int4__codes__sm61 => f16, F16, Int4;
+            quantize_weight_f16_int8__codes__sm61 => f16, F16, Int8;
+            quantize_weight_f16_e2m1__codes__sm61 => f16, F16, E2m1;
+            quantize_weight_f16_e4m3__codes__sm61 => f16, F16, E4m3;
+            quantize_weight_f16_e6m9__codes__sm61 => f16, F16, E6m9;
+            quantize_weight_bf16_int4__codes__sm61 => bf16, BF16, Int4;
+            quantize_weight_bf16_int8__codes__sm61 => bf16, BF16, Int8;
+            quantize_weight_bf16_e2m1__codes__sm61 => bf16, BF16, E2m1;
+            quantize_weight_bf16_e4m3__codes__sm61 => bf16, BF16, E4m3;
+            quantize_weight_bf16_e6m9__codes__sm61 => bf16, BF16, E6m9;
         }
     };
 }
@@ -148,19 +176,24 @@ macro_rules! quantize_weight_scales_table {
 }
 
 macro_rules! variants {
-    ($name:ident, $what:literal; $($entry:ident => $type:ident, $dtype:ident;)*) => {
-        #[doc = $what]
-        pub const $name: &[QuantizeWeightVariant] =
-            &[$(QuantizeWeightVariant { entry: stringify!($entry), dtype: DType::$dtype }),*];
+    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident;)*) => {
+        /// Every kernel that makes codes.
+        pub const VARIANTS: &[QuantizeWeightVariant] = &[$(QuantizeWeightVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            codes: Codes::$codes,
+        }),*];
     };
 }
-macro_rules! codes_variants {
-    ($($rows:tt)*) => { variants!(VARIANTS, "Every kernel that makes codes."; $($rows)*); };
-}
+quantize_weight_table!(variants);
+
 macro_rules! scales_variants {
-    ($($rows:tt)*) => { variants!(SCALES_VARIANTS, "Every kernel that makes scales."; $($rows)*); };
+    ($($entry:ident => $type:ident, $dtype:ident;)*) => {
+        /// Every kernel that makes scales.
+        pub const SCALES_VARIANTS: &[QuantizeScalesVariant] =
+            &[$(QuantizeScalesVariant { entry: stringify!($entry), dtype: DType::$dtype }),*];
+    };
 }
-quantize_weight_table!(codes_variants);
 quantize_weight_scales_table!(scales_variants);
 
 #[cfg(test)]
@@ -203,7 +236,7 @@ mod tests {
             (0.0, 0),
         ];
         for (magnitude, scale) in table {
-            assert_eq!(e8m0_scale(magnitude, Codes::E2m1), scale, "{magnitude:e}");
+            assert_eq!(e8m0_scale(magnitude, Codes::E2m1.largest()), scale, "{magnitude:e}");
         }
     }
 }

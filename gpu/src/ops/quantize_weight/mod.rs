@@ -7,15 +7,16 @@
 //!         the lane's 16 bytes of the tile, for 8 bits twice, for 16 four times
 //! ```
 //!
-//! Two passes over the matrix, both at the memory's rate: the second reads what the first one has stored, so a value is
-//! quantised by the very number that a product multiplies its code by. A percentile takes 31 more passes over a group,
-//! which the caches have: the bits of the magnitude that is wanted, one after the other.
+//! Two blocks to a multiprocessor are asked for, or ptxas keeps to 64 registers and spills one. Two passes over the
+//! matrix, both at the memory's rate: the second reads what the first one has stored, so a value is quantised by the
+//! very number that a product multiplies its code by. A percentile takes 31 more passes over a group, which the
+//! caches have: the bits of the magnitude that is wanted, one after the other.
 
 use abi::ops::quantize_weight::{
     QuantizeWeightDims, SPAN, WARPS, covered_rank, e2m1_code, e8m0_scale, integer_code, magnitude_of_rank,
     zero_point,
 };
-use abi::weight::{BLOCK_SCALES, Codes, E6M9_MAX, ScaleType, TILE_K, TILE_ROWS, e6m9_from_f32, scale_place};
+use abi::weight::{BLOCK_SCALES, Codes, ScaleType, TILE_K, TILE_ROWS, e6m9_from_f32, scale_place};
 use cuda_std::cvt::{E4m3 as Fp8, Element, bf16, e4m3x2_from_f32, f16};
 use cuda_std::{atomic, global, kernel, math, thread, warp};
 
@@ -141,52 +142,38 @@ impl<T: Element> Group<T> {
 /// The scale and the zero point of a range: the bits as they are stored, and how many bytes of them.
 #[inline(always)]
 fn scale_of(range: [f32; 2], dims: &QuantizeWeightDims) -> (u32, u32, u8) {
-    let magnitude = math::max(range[1], -range[0]);
-    let (codes, most) = (code_type(dims.codes), code_type(dims.codes).most());
+    let (magnitude, most) = (math::max(range[1], -range[0]), dims.most as u8);
     let wanted = if dims.asymmetric != 0 {
         math::div(range[1] - range[0], f32::from(most))
-    } else if matches!(codes, Codes::E6m9) && magnitude <= E6M9_MAX {
+    } else if magnitude <= dims.unscaled_to {
         1.0
     } else {
-        math::div(magnitude, codes.largest())
+        math::div(magnitude, dims.largest)
     };
-    // As the scheme has it: the bits, their bytes, and their value.
+    // As the scheme has it: the bits, their bytes, and their value. Not a table of jumps.
     let kind = dims.scale;
-    let (bits, bytes, value) = if kind == ScaleType::F16 as u32 {
-        let half = <f16 as Element>::from_f32(wanted);
-        (half.to_bits().into(), 2, Element::to_f32(half))
-    } else if kind == ScaleType::Bf16 as u32 {
-        let half = <bf16 as Element>::from_f32(wanted);
-        (half.to_bits().into(), 2, Element::to_f32(half))
+    let (bits, bytes, value) = if kind <= ScaleType::Bf16 as u32 {
+        if kind == ScaleType::F32 as u32 {
+            (wanted.to_bits(), 4, wanted)
+        } else if kind == ScaleType::F16 as u32 {
+            let half = <f16 as Element>::from_f32(wanted);
+            (half.to_bits().into(), 2, Element::to_f32(half))
+        } else {
+            let half = <bf16 as Element>::from_f32(wanted);
+            (half.to_bits().into(), 2, Element::to_f32(half))
+        }
     } else if kind == ScaleType::E8m0 as u32 {
-        let byte = u32::from(e8m0_scale(magnitude, codes));
+        let byte = u32::from(e8m0_scale(magnitude, dims.largest));
         // 0 is 2^-127, which is subnormal.
         (byte, 1, f32::from_bits((byte << 23).max(0x0040_0000)))
-    } else if kind == ScaleType::E4m3 as u32 {
+    } else {
         let global = dims.weight.global;
         let byte = Fp8::from_f32(math::div(wanted, global));
         (byte.0.into(), 1, byte.to_f32() * global)
-    } else {
-        (wanted.to_bits(), 4, wanted)
     };
     let zero = if dims.asymmetric != 0 { zero_point(range[0], value, most) } else { 0 };
     // All of a tile's k shares it: then its value is stored.
     if dims.weight.scale == ScaleType::F32 as u32 { (value.to_bits(), 4, zero) } else { (bits, bytes, zero) }
-}
-
-#[inline(always)]
-const fn code_type(codes: u32) -> Codes {
-    if codes == Codes::Int4 as u32 {
-        Codes::Int4
-    } else if codes == Codes::Int8 as u32 {
-        Codes::Int8
-    } else if codes == Codes::E2m1 as u32 {
-        Codes::E2m1
-    } else if codes == Codes::E4m3 as u32 {
-        Codes::E4m3
-    } else {
-        Codes::E6m9
-    }
 }
 
 /// # Safety
@@ -395,7 +382,7 @@ macro_rules! scales_entries {
         ///
         /// # Safety
         /// - Arguments as `QuantizeWeight::run` checks them.
-        #[kernel(max_threads = 256)]
+        #[kernel(max_threads = 256, min_blocks = 2)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             rows: *const $type,
@@ -414,12 +401,12 @@ macro_rules! scales_entries {
 abi::quantize_weight_scales_table!(scales_entries);
 
 macro_rules! codes_entries {
-    ($($entry:ident => $type:ident, $dtype:ident;)*) => {$(
+    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident;)*) => {$(
         /// Entry point; see the module and `abi::ops::quantize_weight`.
         ///
         /// # Safety
         /// - Arguments as `QuantizeWeight::run` checks them.
-        #[kernel(max_threads = 256)]
+        #[kernel(max_threads = 256, min_blocks = 2)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             rows: *const $type,
@@ -441,15 +428,7 @@ macro_rules! codes_entries {
                 dims: dims.weight,
             };
             // SAFETY: the same contract; the scales are there, as the launch before has made them.
-            unsafe {
-                match code_type(dims.codes) {
-                    Codes::Int4 => make_codes::<Int4, $type>(&matrices, &packed, codes),
-                    Codes::Int8 => make_codes::<Int8, $type>(&matrices, &packed, codes),
-                    Codes::E2m1 => make_codes::<E2m1, $type>(&matrices, &packed, codes),
-                    Codes::E4m3 => make_codes::<E4m3, $type>(&matrices, &packed, codes),
-                    Codes::E6m9 => make_codes::<E6m9, $type>(&matrices, &packed, codes),
-                }
-            }
+            unsafe { make_codes::<$codes, $type>(&matrices, &packed, codes) }
         }
     )*};
 }

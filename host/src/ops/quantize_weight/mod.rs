@@ -8,7 +8,7 @@ mod select;
 
 use abi::DType;
 use abi::ops::quantize_weight::{QuantizeWeightDims, SPAN, THREADS, WARPS};
-use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
+use abi::weight::{Codes, E6M9_MAX, TILE_K, TILE_ROWS, WeightDims};
 
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
@@ -19,7 +19,9 @@ use crate::plan::{self, Check, Choice, Operator, Plan, Run, check_floats, planne
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::weight::{Counts, GateUp, Layout, Scheme};
 
-pub use abi::ops::quantize_weight::{QuantizeWeightVariant, SCALES_VARIANTS, VARIANTS};
+pub use abi::ops::quantize_weight::{
+    QuantizeScalesVariant, QuantizeWeightVariant, SCALES_VARIANTS, VARIANTS,
+};
 pub use cases::{CASES, QuantizeWeightCase, samples};
 pub use quantizer::Quantizer;
 pub use select::select;
@@ -252,7 +254,9 @@ impl Operator for QuantizeWeight {
             strides: [stride, second_stride[0]],
             matrices: problem.matrices() as u32,
             in_quads: in_quads.into(),
-            codes: scheme.codes as u32,
+            largest: scheme.codes.largest(),
+            most: scheme.codes.most().into(),
+            unscaled_to: if scheme.codes == Codes::E6m9 { E6M9_MAX } else { -1.0 },
             scale: scheme.scale as u32,
             group,
             rows: scheme.rows,
