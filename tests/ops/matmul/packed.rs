@@ -445,7 +445,12 @@ fn packed_stripes() -> Result<(), TestCaseError> {
 #[test]
 fn packed_rows_are_independent() -> Result<(), TestCaseError> {
     let mut layouts = layouts();
-    layouts.retain(|layout| layout.rows == 1 && (layout.codes != Codes::E4m3 || layout.is_wide()));
+    // 16 bits are read as they are packed for two rows alone.
+    let of_kind = |layout: &WeightLayout| match layout.codes {
+        Codes::E4m3 => layout.is_wide(),
+        codes => codes != Codes::E6m9,
+    };
+    layouts.retain(|layout| layout.rows == 1 && of_kind(layout));
     for (i, layout) in layouts.into_iter().step_by(11).enumerate() {
         let dtype = [DType::BF16, DType::F16][i % 2];
         let (m, n, k) = (40, 48, 512);

@@ -7,10 +7,10 @@
 //!         the lane's 16 bytes of the tile, for 8 bits twice, for 16 four times
 //! ```
 //!
-//! Two blocks to a multiprocessor are asked for, or ptxas keeps to 64 registers and spills one. Two passes over the
-//! matrix, both at the memory's rate: the second reads what the first one has stored, so a value is quantised by the
-//! very number that a product multiplies its code by. A percentile takes 31 more passes over a group, which the
-//! caches have: the bits of the magnitude that is wanted, one after the other.
+//! Two passes over the matrix: the second reads what the first one has stored, so a value is quantised by the very
+//! number that a product multiplies its code by. Arithmetic bounds them, the exact divisions above all. A percentile
+//! takes 31 more passes over a group, which the caches have: the bits of the magnitude that is wanted, one after the
+//! other. Two blocks to a multiprocessor are asked for, or ptxas keeps to 64 registers and spills one.
 
 use abi::ops::quantize_weight::{
     QuantizeWeightDims, SPAN, WARPS, covered_rank, e2m1_code, e8m0_scale, integer_code, magnitude_of_rank,
