@@ -269,6 +269,18 @@ fn weights_of_several_matrices() -> Result<(), Error> {
             let want = Weight::pack_experts(&host, 3, of)?;
             assert_eq!(bytes(&experts, &stream)?, bytes(&want, &host)?, "{scheme:?} on {device:?}");
 
+            // Experts whose last tiles are not whole; those of blocks end with these.
+            if scheme.rows == 1 {
+                let rows = 90;
+                let part = tensor.view().slice(1, 0..rows)?;
+                let experts = Weight::quantize(&stream, part, scheme)?;
+                let largest = (0..3).flat_map(|expert| &on_device[expert * n * k..][..rows * k]);
+                let global = scheme.global_of(largest.fold(0.0f32, |most, value| most.max(value.abs())));
+                let of = |expert: usize| on_host(&matrix[expert * n * k..], [rows, k], scheme, global);
+                let want = Weight::pack_experts(&host, 3, of)?;
+                assert_eq!(bytes(&experts, &stream)?, bytes(&want, &host)?, "{scheme:?} on {device:?}");
+            }
+
             // One above the other, and the last one's rows no whole tile.
             let last = 2 * n..2 * n + 90;
             let rows = tensor.view().reshape(&[3 * n, k])?.slice(0, 0..last.end)?;
