@@ -121,22 +121,20 @@ impl<'a> Loader<'a> {
                 .collect()
         };
         // All of them before anything is made.
-        for &expert in &experts {
-            let fits = rows_of(expert)?.is_some_and(|rows| {
-                let blocks = rows.iter().map(Rows::len).sum::<usize>().is_multiple_of(scheme.rows as usize);
-                blocks && fits(&scheme, &rows, Order::Above)
-            });
-            if !fits {
-                return Ok(None);
-            }
-        }
-        let mut quantizer = Quantizer::new(self.stream, scheme, experts.len(), [rows.len(), k], 1.0)?;
         let mut all = Vec::new();
         for &expert in &experts {
-            let rows = rows_of(expert)?.unwrap_or_default();
-            self.push(&mut quantizer, (&scheme, k), &rows, Order::Above)?;
-            all.extend(rows);
+            let Some(rows) = rows_of(expert)? else { return Ok(None) };
+            let height: usize = rows.iter().map(Rows::len).sum();
+            if !height.is_multiple_of(scheme.rows as usize) || !fits(&scheme, &rows, Order::Above) {
+                return Ok(None);
+            }
+            all.push(rows);
         }
+        let mut quantizer = Quantizer::new(self.stream, scheme, experts.len(), [rows.len(), k], 1.0)?;
+        for rows in &all {
+            self.push(&mut quantizer, (&scheme, k), rows, Order::Above)?;
+        }
+        let all: Vec<Rows<'_>> = all.into_iter().flatten().collect();
         self.finish(quantizer, &all).map(Some)
     }
 
