@@ -271,6 +271,8 @@ impl House {
             let done = done.clone();
             in_thread(move || {
                 member.abort();
+                // This may be its last owner, and what it then begins to end is for the house to wait for.
+                drop(member);
                 drop(done);
             });
         }
