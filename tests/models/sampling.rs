@@ -348,6 +348,32 @@ fn drafts_that_do_not_fit() -> Outcome {
     Ok(())
 }
 
+/// A request whose tokens are not chosen yet keeps its drafts, while others go on.
+#[test]
+fn drafts_wait_for_their_tokens() -> Outcome {
+    let model = model("qwen3")?;
+    let mut scheduler = Scheduler::new(model.batch(OPTIONS)?);
+    let (slow, fast) = (scheduler.submit(&[1, 2, 3])?, scheduler.submit(&[4, 5])?);
+    scheduler.step()?;
+    scheduler.push(slow, 6)?;
+    scheduler.push(fast, 7)?;
+    assert_eq!(scheduler.draft(slow, &[8, 9])?, 2);
+    assert_eq!(scheduler.step()?.ok_or("work")?.requests, [(slow, 1..4), (fast, 0..1)]);
+    let mut smaller = ModelDraft::new(model.batch(OPTIONS)?, &model, SamplingFeatures::GREEDY, 4)?;
+    for token in 10..14 {
+        assert_eq!(scheduler.accept(fast, &[token])?, 1);
+        assert_eq!(
+            smaller.draft(&mut scheduler, &[DraftRequest { most: 1, ..DraftRequest::greedy(fast) }])?,
+            1
+        );
+        assert_eq!(scheduler.draft(fast, &[])?, 0);
+        assert_eq!(scheduler.step()?.ok_or("work")?.requests, [(fast, 0..1)]);
+    }
+    assert_eq!(scheduler.accept(slow, &[8, 1, 2])?, 2);
+    assert_eq!(scheduler.tokens(slow)?, [1, 2, 3, 6, 8, 1]);
+    Ok(())
+}
+
 fn logits(stream: &Stream, rows: usize, vocab: usize) -> Result<(Vec<f32>, Tensor), Error> {
     let value = |i: usize| ((i * 7919 + 13) % 1009) as f32 / 150.0;
     let values: Vec<f32> = (0..rows * vocab).map(value).collect();

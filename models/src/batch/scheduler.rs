@@ -369,7 +369,8 @@ impl Scheduler {
         let mut pending = Vec::new();
         for (&id, running) in self.running.iter().filter(|(_, running)| !running.is_paused) {
             let &Running { sequence, drafted, .. } = running;
-            let tokens = self.batch.pending(sequence)? - drafted;
+            // Of one whose tokens are still to be chosen the drafts are computed too.
+            let tokens = self.batch.pending(sequence)?.saturating_sub(drafted);
             pending.push(Pending { id, sequence, tokens, drafted });
         }
         Ok(pending.into_iter().filter(|own| own.tokens > 0).partition(|own| own.tokens == 1))
