@@ -374,6 +374,19 @@ fn drafts_wait_for_their_tokens() -> Outcome {
     Ok(())
 }
 
+/// Nothing is drafted behind a prompt of a single token that no step has computed: what its pages begin with may be
+/// found again yet.
+#[test]
+fn a_token_that_is_not_computed_has_no_drafts() -> Outcome {
+    let model = model("qwen3")?;
+    let mut scheduler = Scheduler::new(model.batch(BatchOptions { max_step_tokens: 1, ..OPTIONS })?);
+    let (first, second) = (scheduler.submit(&[1])?, scheduler.submit(&[2])?);
+    assert_eq!(scheduler.step()?.ok_or("work")?.requests, [(first, 0..1)]);
+    assert_eq!(scheduler.draft(second, &[3, 4])?, 0);
+    assert_eq!(scheduler.tokens(second)?, [2]);
+    Ok(())
+}
+
 fn logits(stream: &Stream, rows: usize, vocab: usize) -> Result<(Vec<f32>, Tensor), Error> {
     let value = |i: usize| ((i * 7919 + 13) % 1009) as f32 / 150.0;
     let values: Vec<f32> = (0..rows * vocab).map(value).collect();

@@ -184,10 +184,12 @@ impl Scheduler {
     pub(super) fn room_for_drafts(&self, id: RequestId) -> Result<usize, BatchError> {
         let sequence = self.sequence(id)?;
         let drafted = self.drafted(id);
-        if self.batch.is_recurrent || self.batch.pending(sequence)? != 1 + drafted {
+        let own = self.batch.tokens(sequence)?.len() - drafted;
+        let pending = self.batch.pending(sequence)?;
+        // Drafts of a sequence of which nothing is computed could be found in the prefix cache, as its prompt.
+        if self.batch.is_recurrent || pending != 1 + drafted || own == 1 {
             return Ok(0);
         }
-        let own = self.batch.tokens(sequence)?.len() - drafted;
         Ok((self.batch.options.capacity - 1).saturating_sub(own))
     }
 
