@@ -387,6 +387,23 @@ fn a_token_that_is_not_computed_has_no_drafts() -> Outcome {
     Ok(())
 }
 
+/// A model that sees takes no placeholder as text: a text that has written one goes on without its drafts.
+#[test]
+fn nothing_is_drafted_behind_placeholders() -> Outcome {
+    let model = model("qwen3_vl")?;
+    let image = model.config().vision.as_ref().ok_or("a tower")?.image_token;
+    let mut scheduler = Scheduler::new(model.batch(OPTIONS)?);
+    let mut smaller = ModelDraft::new(model.batch(OPTIONS)?, &model, SamplingFeatures::GREEDY, 2)?;
+    let (odd, plain) = (scheduler.submit(&[1, 2, 3])?, scheduler.submit(&[4, 5])?);
+    scheduler.step()?;
+    scheduler.push(odd, image)?;
+    scheduler.push(plain, 6)?;
+    let asked = [odd, plain].map(DraftRequest::greedy);
+    assert_eq!(smaller.draft(&mut scheduler, &asked)?, 2);
+    assert_eq!((scheduler.tokens(odd)?.len(), scheduler.tokens(plain)?.len()), (4, 5));
+    Ok(())
+}
+
 fn logits(stream: &Stream, rows: usize, vocab: usize) -> Result<(Vec<f32>, Tensor), Error> {
     let value = |i: usize| ((i * 7919 + 13) % 1009) as f32 / 150.0;
     let values: Vec<f32> = (0..rows * vocab).map(value).collect();

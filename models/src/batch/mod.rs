@@ -430,14 +430,17 @@ impl Batch {
             };
             return Ok(visual.place(tokens, visuals).map(|_| ())?);
         }
-        if let Some(vision) = &self.model.config().vision
-            && let Some(place) =
-                tokens.iter().position(|&id| id == vision.image_token || id == vision.video_token)
-        {
+        if let Some(place) = self.placeholder(tokens) {
             let got = format!("a placeholder of an image at {place}");
             return Err(Error::invalid(OP, "tokens", "text", got).into());
         }
         Ok(())
+    }
+
+    /// Where the first token is that stands for an image or a video.
+    fn placeholder(&self, tokens: &[u32]) -> Option<usize> {
+        let vision = self.model.config().vision.as_ref()?;
+        tokens.iter().position(|&id| id == vision.image_token || id == vision.video_token)
     }
 
     fn check_len(&self, tokens: usize) -> Result<(), BatchError> {

@@ -47,9 +47,9 @@ impl DraftRequest<'_> {
 /// **Cost.** A call runs a step of the smaller model for each token that is drafted, and one more where all drafts of a
 /// request were kept. Prompts are read in chunks, one in a call, beside the drafts of others. A request whose tokens
 /// the smaller batch has no room for, in its pages, its sequences or its capacity, goes on without drafts, and so does
-/// one with images, which the smaller model does not see. What an adapter does is unknown to it too: drafts for such a
-/// request are those of the smaller model alone. Nothing is drafted while the scheduler reads prompts, since its steps
-/// drop drafts then.
+/// one with images, which the smaller model does not see, or with placeholders of such in its text, if the smaller
+/// model knows them. What an adapter does is unknown to it too: drafts for such a request are those of the smaller
+/// model alone. Nothing is drafted while the scheduler reads prompts, since its steps drop drafts then.
 #[derive(Debug)]
 pub struct ModelDraft {
     batch: Batch,
@@ -185,7 +185,7 @@ impl ModelDraft {
     }
 
     /// The sequence of a request with these tokens, the last of which at least is pending; none where there is no room
-    /// for it and its drafts beside `claimed` pages.
+    /// for it and its drafts beside `claimed` pages, or where a new one would begin with placeholders of images.
     fn follow(
         &mut self,
         id: RequestId,
@@ -210,8 +210,9 @@ impl ModelDraft {
             }
             self.forget(id)?;
         }
-        if self.batch.sequences.len() >= options.max_sequences || *claimed + needed > self.batch.free_pages()
-        {
+        let is_full = self.batch.sequences.len() >= options.max_sequences
+            || *claimed + needed > self.batch.free_pages();
+        if is_full || self.batch.placeholder(tokens).is_some() {
             return Ok(None);
         }
         *claimed += needed;
