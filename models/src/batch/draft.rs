@@ -21,13 +21,13 @@ impl Default for NgramDraft {
 impl NgramDraft {
     /// What came behind the latest of the longest matches; nothing where there is none.
     pub fn draft<'a>(&self, tokens: &'a [u32]) -> &'a [u32] {
-        for len in (self.shortest.max(1)..=self.longest).rev() {
-            let Some(start) = tokens.len().checked_sub(len) else { continue };
+        for len in (self.shortest.max(1)..=self.longest.min(tokens.len())).rev() {
+            let start = tokens.len() - len;
             let end = &tokens[start..];
             let found = (0..start).rev().find(|&at| tokens[at..].starts_with(end));
             if let Some(at) = found {
                 let from = at + len;
-                return &tokens[from..tokens.len().min(from + self.tokens)];
+                return &tokens[from..tokens.len().min(from.saturating_add(self.tokens))];
             }
         }
         &[]
@@ -54,6 +54,9 @@ mod tests {
             (two, &[], &[]),
             (NgramDraft { shortest: 0, ..two }, &[7, 8, 7], &[8, 7]),
             (NgramDraft { tokens: 0, ..two }, &[1, 2, 3, 1, 2], &[]),
+            // As long as can be, and as many as there are.
+            (NgramDraft { longest: usize::MAX, ..two }, &[1, 2, 3, 1, 2], &[3, 1]),
+            (NgramDraft { tokens: usize::MAX, ..two }, &[1, 2, 3, 1, 2], &[3, 1, 2]),
         ] {
             assert_eq!(draft.draft(tokens), want, "{draft:?} {tokens:?}");
         }
