@@ -186,6 +186,11 @@ impl Checkpoint {
         &self.config
     }
 
+    /// The adapter that is added to its weights.
+    pub(super) fn adapter(&self) -> Option<&Adapter> {
+        self.adapter.as_ref()
+    }
+
     /// The folder, or the GGUF file.
     pub fn path(&self) -> &Path {
         &self.path

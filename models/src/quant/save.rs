@@ -106,9 +106,10 @@ impl Checkpoint {
     /// nothing is left.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a GGUF file, for a scheme that no format of compressed-tensors has, and for a value that
-    /// is not finite, with its tensor; [`ModelError::Unsupported`] for a checkpoint that is quantised already;
-    /// [`ModelError::Unwritten`], also where `target` is there and not an empty folder; [`ModelError::Stopped`].
+    /// [`Error::Invalid`] for a GGUF file, for a checkpoint with an adapter, for a scheme that no format of
+    /// compressed-tensors has, and for a value that is not finite, with its tensor; [`ModelError::Unsupported`] for a
+    /// checkpoint that is quantised already; [`ModelError::Unwritten`], also where `target` is there and not an empty
+    /// folder; [`ModelError::Stopped`].
     pub fn save_quantised(
         &self,
         scheme: &Scheme,
@@ -119,6 +120,11 @@ impl Checkpoint {
             let got = format!("{}, a GGUF file", self.path().display());
             return Err(Error::invalid(OP, "self", "a checkpoint in safetensors", got));
         };
+        if let Some(adapter) = self.adapter() {
+            let got = format!("one with that of {}", adapter.dir().display());
+            let expected = "a checkpoint without an adapter, which is added when weights are loaded";
+            return Err(Error::invalid(OP, "self", expected, got));
+        }
         let format = Format::of(scheme)?;
         let unwritten = |path: &Path| {
             let path = path.to_path_buf();

@@ -66,6 +66,12 @@ fn what_cannot_be_merged() -> Outcome {
     let error =
         Model::from_checkpoint(&Device::cpu(), &other, DType::F32, &mut |_| {}).unwrap_err().to_string();
     assert!(error.contains("q_proj.weight: expected an adapter's matrices that fit"), "{error}");
+    let (place, merged) = (tempfile::tempdir()?, Checkpoint::open(&base.folder)?.with_adapter(adapter()?)?);
+    let mut go_on = |_| ControlFlow::Continue(());
+    let error = merged.save_quantised(&Scheme::INT8, &place.path().join("saved"), &mut go_on);
+    let error = error.map(|_| ()).unwrap_err().to_string();
+    assert!(error.starts_with("save_quantised: self: expected a checkpoint without an adapter"), "{error}");
+    assert_eq!(fs::read_dir(place.path())?.count(), 0);
     let quantised = testkit::gpu::workspace_root().join("tests/golden-quant");
     let mut tried = 0;
     for folder in fs::read_dir(quantised)? {
