@@ -91,7 +91,8 @@ impl Scheme {
     /// 1. Matrices that are to be one weight have one: that of the larger.
     pub fn global_of(&self, largest: f32) -> f32 {
         if self.scale == ScaleType::E4m3 && largest > 0.0 {
-            largest / (F8E4M3::MAX * self.codes.largest())
+            // Scales are divided by it.
+            (largest / (F8E4M3::MAX * self.codes.largest())).max(f32::MIN_POSITIVE)
         } else {
             1.0
         }
@@ -347,6 +348,7 @@ mod tests {
     use super::*;
     use crate::device::Device;
     use crate::simd::Level;
+    use crate::tensor::Tensor;
     use crate::weight::Weight;
     use crate::weight::cpu::Packed;
     use crate::weight::cpu::tests::{products, values};
@@ -410,6 +412,26 @@ mod tests {
                     assert_eq!(sums, products(Level::Avx2, &packed, block, &a), "{scheme:?}");
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// The factor of all scales is a normal number, so that it can be divided by: of matrices that are next to nothing
+    /// groups of zeros stay zeros.
+    #[test]
+    fn next_to_nothing() -> Result<(), Error> {
+        let stream = Device::cpu().stream()?;
+        for largest in [f32::from_bits(1), 1e-42, 1e-39, 1e-36] {
+            let read = |row: usize, values: &mut [f32]| values.fill(if row == 0 { largest } else { 0.0 });
+            let quantised = Quantised::new([2, 32], Scheme::NVFP4, read)?;
+            let mut after = [1.0; 32];
+            quantised.dequantise(1, &mut after);
+            assert_eq!(after, [0.0; 32], "{largest:e}");
+            assert!(quantised.global().is_normal() && (1.0 / quantised.global()).is_normal(), "{largest:e}");
+            quantised.dequantise(0, &mut after);
+            assert!(after.iter().all(|x| (0.0..=2.0 * largest).contains(x)), "{largest:e}: {:e}", after[0]);
+            let matrix = Tensor::from_slice(&stream, &[2, 32], &[[largest; 32], [0.0; 32]].concat())?;
+            Weight::quantize(&stream, matrix.view(), Scheme::NVFP4)?;
         }
         Ok(())
     }
