@@ -152,7 +152,8 @@ impl Engine {
         let scheduler = Scheduler::new(batch);
         let (messages, receiver) = unbounded_channel();
         let counts = Arc::new(Mutex::new(Counts { batch: scheduler.batch().stats(), ..Counts::default() }));
-        let places = Arc::new(Semaphore::new(options.max_sequences.saturating_add(queue)));
+        let places = options.max_sequences.saturating_add(queue).min(Semaphore::MAX_PERMITS);
+        let places = Arc::new(Semaphore::new(places));
         let end_tokens = model.config().eos_token_ids.clone();
         let engine = Engine { messages, places, counts: counts.clone() };
         let work = Worker { scheduler, sampler, drafts, end_tokens, active: BTreeMap::new(), counts };

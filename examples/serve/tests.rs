@@ -615,6 +615,14 @@ async fn clients_that_leave() -> Outcome {
     server.idle().await
 }
 
+/// As many may wait as there can be.
+#[tokio::test]
+async fn a_queue_without_an_end() -> Outcome {
+    let server = Server::start(&["--queue", &usize::MAX.to_string()])?;
+    server.complete(&greedy(PROMPTS[0], 1)).await?;
+    server.idle().await
+}
+
 /// Writes a request, and reads all that comes.
 fn by_socket(address: SocketAddr, body: &Value) -> Result<String, String> {
     let exchange = || -> std::io::Result<String> {
