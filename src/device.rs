@@ -68,15 +68,6 @@ mod tests {
         for level in [OptLevel::Basic, OptLevel::Medium, OptLevel::High] {
             assert_eq!(level.to_string().parse(), Ok(level));
         }
-        #[cfg(feature = "serde")]
-        {
-            let written = serde_json::json!([Arch::Sm90a, DType::BF16, OptLevel::Basic]);
-            assert_eq!(written.to_string(), r#"["sm_90a","bf16","basic"]"#);
-            let read: (Arch, DType, OptLevel) = serde_json::from_value(written).expect("names");
-            assert_eq!(read, (Arch::Sm90a, DType::BF16, OptLevel::Basic));
-            let refused = serde_json::from_str::<DType>("\"f64\"").unwrap_err().to_string();
-            assert!(refused.starts_with("unknown element type: expected f32, "), "{refused}");
-        }
     }
 
     /// What signatures speak of has a name here.

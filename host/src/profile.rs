@@ -279,3 +279,18 @@ pub struct Resources {
     /// Shared memory of a block in bytes, static and dynamic.
     pub smem_bytes: u32,
 }
+
+#[cfg(all(test, feature = "serde"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_written_by_name() {
+        let written = serde_json::json!([Arch::Sm90a, abi::DType::BF16, OptLevel::Basic]);
+        assert_eq!(written.to_string(), r#"["sm_90a","bf16","basic"]"#);
+        let read: (Arch, abi::DType, OptLevel) = serde_json::from_value(written).expect("names");
+        assert_eq!(read, (Arch::Sm90a, abi::DType::BF16, OptLevel::Basic));
+        let refused = serde_json::from_str::<abi::DType>("\"f64\"").unwrap_err().to_string();
+        assert!(refused.starts_with("unknown element type: expected f32, "), "{refused}");
+    }
+}

@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 use crate::process::{cargo, line, output, probe, run as run_command};
+use crate::test::OPTIONAL;
 
 /// Where the packages are put, seen from the repository's root.
 const FOLDER: &str = "target/xtask/packages";
@@ -113,7 +114,7 @@ fn in_order(metadata: &Value) -> Vec<(String, String)> {
 fn stage_images(root: &Path, images: Images) -> Result<Vec<String>, Error> {
     let mut build = match images {
         Images::All => cargo(root, &["check", "--package", "warpforge", "--features", "sm100"]),
-        Images::OfTests => cargo(root, &["test", "--workspace", "--no-run"]),
+        Images::OfTests => cargo(root, &[&["test", "--workspace", "--no-run"], &OPTIONAL[..]].concat()),
     };
     let messages = output(build.args(["--quiet", "--message-format=json"]))?;
     let out_dir = messages

@@ -24,6 +24,13 @@ pub enum Backend {
 /// without CUDA where it is installed.
 const OTHER_COMPILERS: [(&str, &str); 1] = [("check by rustc 1.96", "1.96.0")];
 
+/// Features that no package of the workspace asks for, tested with all others: by themselves they would have the crates
+/// compiled once more. None is of the package that lists the images, which would be built once more too.
+pub const OPTIONAL: [&str; 2] = [
+    "--features",
+    "warpforge-host/serde,warpforge-host/async,warpforge-host/ndarray,warpforge-models/tracing,warpforge-models/hub",
+];
+
 /// Runs every check and stops at the first that fails.
 pub fn run(root: &Path, backend: Backend) -> Result<(), Error> {
     let mut report = Report::default();
@@ -54,9 +61,10 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     // Its database of advisories is fetched, which needs a network.
     let deny = |args: &[&str]| cargo(root, &[&["deny"], args].concat());
     report.optional("dependencies", deny(&["fetch"]), deny(&["--offline", "check"]))?;
-    let clippy = workspace(&["clippy"], &["--all-targets", "--", "-D", "warnings"]);
+    let clippy =
+        workspace(&["clippy"], &[&["--all-targets"], &OPTIONAL[..], &["--", "-D", "warnings"]].concat());
     report.optional("clippy", component("clippy"), clippy)?;
-    let mut tests = workspace(&["test"], &[]);
+    let mut tests = workspace(&["test"], &OPTIONAL);
     if let Some(ptxas) = ptxas {
         tests.env("WARPFORGE_PTXAS", ptxas);
         // There is one: the set-up saw to it.
@@ -64,16 +72,6 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     }
     report.step("tests", || run_command(&mut tests))?;
     report.optional("miri", miri::version(root), miri::tests(root))?;
-    // No package of the workspace asks for these features: together, since each would compile the crates once more.
-    let packages = ["--package", "warpforge", "--package", "warpforge-host", "--package", "warpforge-models"];
-    let mut optional = cargo(root, &[&["test", "--lib", "--no-default-features"], &packages[..]].concat());
-    optional.args([
-        "--features",
-        "warpforge/serde,warpforge/async,warpforge-host/ndarray,warpforge-models/tracing,warpforge-models/hub",
-    ]);
-    // Modules of tests, and a test.
-    optional.args(["--", "choices_by_name", "trace::", "arrays::", "finished::", "hub::"]);
-    report.step("serde, tracing, ndarray, async, hub", || run_command(&mut optional))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =
