@@ -539,7 +539,10 @@ fn the_same_bits_beside_others() -> Outcome {
         let vocab = model.config().decoder.vocab_size;
         let adapters = [Some(1), None, Some(0), Some(1)];
         let got = together(&mut batch, &adapters)?;
-        for ((prompt, adapter), got) in std::iter::zip(std::iter::zip(PROMPTS, adapters), &got) {
+        let all: Vec<_> = std::iter::zip(std::iter::zip(PROMPTS, adapters), &got).collect();
+        // In the simulator, which takes its time, one with an adapter and one without.
+        let alone = if device.limits().is_none() { &all[..] } else { &all[1..3] };
+        for &((prompt, adapter), got) in alone {
             let id = batch.add_prompt(Prompt { adapter, ..prompt.into() })?;
             for (place, row) in got.iter().enumerate() {
                 let logits = batch.step(&[Work::new(id, batch.pending(id)?)])?.logits().to_host()?;

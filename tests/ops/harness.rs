@@ -85,7 +85,7 @@ pub fn runs(device: &Device, kernel: Arch) -> bool {
     floor(device).is_some_and(|floor| floor.runs(kernel))
 }
 
-fn is_simulated(device: &Device) -> bool {
+pub fn is_simulated(device: &Device) -> bool {
     matches!(device.place(), Place::Simulated(_))
 }
 
