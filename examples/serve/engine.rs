@@ -99,7 +99,7 @@ struct Active {
     /// A client that reads slowly leaves here what it has not read, at most `max_tokens`; one that has gone closes it.
     events: UnboundedSender<Event>,
     /// Its place among the requests that the server has.
-    _place: OwnedSemaphorePermit,
+    place: OwnedSemaphorePermit,
     came: Instant,
     written: usize,
 }
@@ -165,7 +165,7 @@ impl Engine {
     pub fn submit(&self, request: Request) -> Result<UnboundedReceiver<Event>, Refused> {
         let place = self.places.clone().try_acquire_owned().map_err(|_| Refused::Full)?;
         let (events, receiver) = unbounded_channel();
-        let active = Active { request, events, _place: place, came: Instant::now(), written: 0 };
+        let active = Active { request, events, place, came: Instant::now(), written: 0 };
         self.messages.send(Message::Request(active)).map_err(|_| Refused::Stopped)?;
         Ok(receiver)
     }
@@ -355,7 +355,7 @@ impl Worker {
         !is_last
     }
 
-    /// Ends a request; its pages are free before its client hears of it.
+    /// Ends a request; its pages and its place are free before its client hears of it.
     fn finish(&mut self, id: RequestId, event: Option<Event>) {
         let Some(own) = self.active.remove(&id) else { return };
         let outcome: Result<(), BatchError> = self.scheduler.finish(id);
@@ -373,8 +373,10 @@ impl Worker {
             }
         }
         self.publish();
+        let Active { events, place, .. } = own;
+        drop(place);
         if let Some(event) = event {
-            let _ = own.events.send(event);
+            let _ = events.send(event);
         }
     }
 

@@ -332,6 +332,7 @@ fn drafts_that_do_not_fit() -> Outcome {
     // Another draft takes its place, and what the model has not is none.
     assert_eq!(scheduler.draft(id, &[7])?, 1);
     assert!(scheduler.draft(id, &[1 << 30]).is_err());
+    assert!(scheduler.push(id, 1 << 30).is_err());
     assert_eq!(scheduler.tokens(id)?.last(), Some(&7));
     assert!(matches!(scheduler.accept(id, &[1, 2]), Err(BatchError::Drafts { tokens: 2, drafted: 1, .. })));
     let step = scheduler.step()?.expect("work");
@@ -345,6 +346,26 @@ fn drafts_that_do_not_fit() -> Outcome {
     [id, fork, late].into_iter().try_for_each(|id| scheduler.finish(id))?;
     let stats = scheduler.batch().stats();
     assert_eq!((stats.sequences, stats.free_pages), (0, OPTIONS.pages));
+    Ok(())
+}
+
+/// What is refused leaves a request's drafts as they are.
+#[test]
+fn a_fork_that_is_refused() -> Outcome {
+    let model = model("qwen3")?;
+    let mut scheduler = Scheduler::new(model.batch(BatchOptions { max_sequences: 2, ..OPTIONS })?);
+    let id = scheduler.submit(&[1, 2])?;
+    scheduler.step()?;
+    scheduler.push(id, 3)?;
+    assert_eq!(scheduler.draft(id, &[4, 5])?, 2);
+    let fork = scheduler.fork(id)?;
+    // Both go on without.
+    for id in [id, fork] {
+        assert_eq!(scheduler.tokens(id)?, [1, 2, 3]);
+    }
+    assert_eq!(scheduler.draft(id, &[4, 5])?, 2);
+    assert!(matches!(scheduler.fork(id), Err(BatchError::OutOfSequences { .. })));
+    assert_eq!(scheduler.tokens(id)?, [1, 2, 3, 4, 5]);
     Ok(())
 }
 

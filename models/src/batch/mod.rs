@@ -353,23 +353,23 @@ impl Batch {
     ///
     /// **Errors**: [`BatchError::Unknown`].
     pub fn pages_for(&self, work: &[Work]) -> Result<usize, BatchError> {
-        let mut needed = 0;
+        let mut needed = 0usize;
         let mut writers = HashMap::new();
         for &Work { id, tokens, .. } in work {
             let sequence = self.sequence(id)?;
-            needed += self.new_pages(sequence, tokens);
+            needed = self.new_pages(sequence, tokens).saturating_add(needed);
             if let Some(page) = self.written(sequence) {
                 *writers.entry(page).or_insert(0) += 1;
             }
         }
         // The last one of its holders may keep it.
         let copies = writers.iter().map(|(&page, &writers)| writers.min(self.pages.holders(page) - 1));
-        Ok(needed + copies.sum::<usize>())
+        Ok(needed.saturating_add(copies.sum()))
     }
 
     /// Pages behind those that a sequence holds.
     fn new_pages(&self, sequence: &Sequence, tokens: usize) -> usize {
-        self.options.pages_of(sequence.computed + tokens).saturating_sub(sequence.pages.len())
+        self.options.pages_of(sequence.computed.saturating_add(tokens)).saturating_sub(sequence.pages.len())
     }
 
     /// The page with some of a sequence's computed tokens that its next token goes to.

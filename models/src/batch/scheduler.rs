@@ -155,8 +155,12 @@ impl Scheduler {
     /// **Errors**: those of [`Batch::push`]: at [`BatchError::TooLong`] it has to be finished.
     /// [`BatchError::UnknownRequest`] also of one that waits.
     pub fn push(&mut self, id: RequestId, token: u32) -> Result<(), BatchError> {
+        let sequence = self.sequence(id)?;
+        // Drafts stay where it is refused.
+        self.batch.model().config().decoder.check_ids(&[token])?;
+        self.batch.check_len(self.batch.tokens(sequence)?.len() - self.drafted(id) + 1)?;
         self.keep_drafts(id, 0)?;
-        self.batch.push(self.sequence(id)?, token)
+        self.batch.push(sequence, token)
     }
 
     /// Appends what may come behind the token that was pushed last: the next step computes it along, for logits behind
@@ -261,11 +265,11 @@ impl Scheduler {
     ///
     /// **Errors**: those of [`Batch::fork`]; [`BatchError::UnknownRequest`] also of one that waits.
     pub fn fork(&mut self, id: RequestId) -> Result<RequestId, BatchError> {
-        self.keep_drafts(id, 0)?;
         let own = self.running.get(&id).copied().ok_or(BatchError::UnknownRequest { id })?;
         let sequence = self.batch.fork(own.sequence)?;
         let fork = self.next_id();
         self.running.insert(fork, Running { sequence, ..own });
+        [id, fork].into_iter().try_for_each(|id| self.keep_drafts(id, 0))?;
         Ok(fork)
     }
 
@@ -295,7 +299,11 @@ impl Scheduler {
             if self.batch.pages_for(&work)? <= self.batch.free_pages() {
                 break (requests, work);
             }
-            let drafted = self.running.iter().filter(|(_, running)| running.drafted > 0);
+            // Not those whose logits are there to be chosen from.
+            let is_drafted = |running: &&Running| {
+                running.drafted > 0 && self.batch.pending(running.sequence).is_ok_and(|pending| pending > 0)
+            };
+            let drafted = self.running.iter().filter(|(_, running)| is_drafted(running));
             let drafted: Vec<_> = drafted.map(|(&id, _)| id).collect();
             if !drafted.is_empty() {
                 drafted.into_iter().try_for_each(|id| self.keep_drafts(id, 0))?;

@@ -39,6 +39,9 @@ impl Batch {
             }
         }
         self.check_accounts();
+        if result.is_err() {
+            self.filled.logits.clear();
+        }
         result?;
         self.stats.steps += 1;
         let is_shared = self.filled.groups.iter().any(|group| group.prefix > 0);
@@ -50,7 +53,8 @@ impl Batch {
         Ok(StepOutput { logits: self.logits()?, rows: &self.rows })
     }
 
-    /// The logits of the last step, as its output has them: to look at sequences' tokens beside.
+    /// The logits of the last step, as its output has them: to look at sequences' tokens beside. None behind a step
+    /// that the device has failed at.
     ///
     /// **Errors**: none but those of views.
     pub fn logits(&self) -> Result<LogitRows<'_>, Error> {
