@@ -13,6 +13,7 @@ mod x86;
 use std::sync::OnceLock;
 
 use abi::DType;
+use abi::weight::e6m9_to_f32;
 
 use crate::tensor::FloatElement;
 
@@ -153,6 +154,8 @@ pub(crate) trait Lanes: Copy {
     fn load_bytes(from: &[u8; LANES]) -> Self;
     /// fp8 (e4m3) by their bits.
     fn load_e4m3(from: &[u8; LANES]) -> Self;
+    /// 1-6-9 floats by their bits.
+    fn load_e6m9(from: &[u16; LANES]) -> Self;
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
@@ -187,8 +190,9 @@ pub(crate) trait Lanes: Copy {
     fn store_bf16(self, to: &mut [u16; LANES]);
     fn store_f16(self, to: &mut [u16; LANES]);
 
-    /// Brings the line of the first byte to the cache, if there is one and the target can be told.
-    fn prefetch(from: &[u8]);
+    /// Brings the line so many bytes from the start of these to the cache, if the target can be told; it need not be
+    /// theirs.
+    fn prefetch(from: &[u8], at: usize);
 
     /// Sixteen words of 32 bits, as eight fields of four bits each.
     type Words: Copy;
@@ -353,6 +357,11 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
+    fn load_e6m9(from: &[u16; LANES]) -> Self {
+        Self::each(|i| e6m9_to_f32(from[i]))
+    }
+
+    #[inline(always)]
     fn add(self, other: Self) -> Self {
         Self::each(|i| self.0[i] + other.0[i])
     }
@@ -425,7 +434,7 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    fn prefetch(_: &[u8]) {}
+    fn prefetch(_: &[u8], _: usize) {}
 
     #[inline(always)]
     fn words(from: &[u8; 4 * LANES]) -> Self::Words {

@@ -280,7 +280,8 @@ pub fn nothing() -> Result<(), TestCaseError> {
     packed::nothing()
 }
 
-/// Each activation, by itself and as a gate, at the end of each kernel; in the simulator on the oldest card that has it.
+/// Each activation, by itself and as a gate, at the end of each kernel; in the simulator on the oldest card that has
+/// it.
 #[test]
 fn every_activation() -> Result<(), TestCaseError> {
     let of_matrices = abi::ops::entries("matmul").filter(|entry| of_matrices(entry));

@@ -27,7 +27,9 @@ impl Work for Widened {
             let bits: [u16; LANES] = std::array::from_fn(|i| first + i as u16);
             let of_bf16 = lanes(V::load_bf16(&bits));
             let of_f16 = lanes(V::load_f16(&bits));
+            let of_e6m9 = lanes(V::load_e6m9(&bits));
             for i in 0..LANES {
+                assert!(same(of_e6m9[i], e6m9_to_f32(bits[i])), "{:?} {:x}", V::LEVEL, bits[i]);
                 assert!(same(of_bf16[i], bf16::from_bits(bits[i]).to_f32()), "{:?} {:x}", V::LEVEL, bits[i]);
                 assert!(same(of_f16[i], f16::from_bits(bits[i]).to_f32()), "{:?} {:x}", V::LEVEL, bits[i]);
             }

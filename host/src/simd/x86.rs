@@ -66,6 +66,9 @@ impl Lanes for Avx2 {
                 _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)), scale),
             )
         }
+        fn load_e6m9(from: &[u16; LANES]) -> Self {
+            Avx2(e6m9_of_eight(from.as_ptr()), e6m9_of_eight(from.as_ptr().add(8)))
+        }
         fn add(self, other: Self) -> Self {
             Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1))
         }
@@ -122,8 +125,9 @@ impl Lanes for Avx2 {
             _mm_storeu_si128(to.as_mut_ptr().cast(), lower);
             _mm_storeu_si128(to.as_mut_ptr().add(8).cast(), upper);
         }
-        fn prefetch(from: &[u8]) {
-            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().cast());
+        fn prefetch(from: &[u8], at: usize) {
+            // Of an address that is nothing's it is no more than a hint.
+            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(at).cast());
         }
         fn words(from: &[u8; 4 * LANES]) -> Self::Words {
             (_mm256_loadu_si256(from.as_ptr().cast()), _mm256_loadu_si256(from.as_ptr().add(32).cast()))
@@ -161,6 +165,17 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
         }
         fn load_e4m3(from: &[u8; LANES]) -> Self {
             Avx512(_mm512_mul_ps(_mm512_cvtph_ps(e4m3_as_f16(from)), _mm512_set1_ps(256.0)))
+        }
+        fn load_e6m9(from: &[u16; LANES]) -> Self {
+            let codes = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.as_ptr().cast()));
+            let most = _mm512_set1_epi32(0x7fff);
+            let magnitude = _mm512_and_si512(codes, most);
+            let bits = _mm512_add_epi32(_mm512_slli_epi32::<14>(magnitude), _mm512_set1_epi32(E6M9_BIAS));
+            let bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(magnitude, magnitude), bits);
+            let nan = _mm512_set1_epi32(0x7fc0_0000);
+            let bits = _mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(magnitude, most), nan);
+            let sign = _mm512_slli_epi32::<16>(_mm512_andnot_si512(most, codes));
+            Avx512(_mm512_castsi512_ps(_mm512_or_si512(bits, sign)))
         }
         fn add(self, other: Self) -> Self {
             Avx512(_mm512_add_ps(self.0, other.0))
@@ -220,8 +235,9 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
             let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0);
             _mm256_storeu_si256(to.as_mut_ptr().cast(), halves);
         }
-        fn prefetch(from: &[u8]) {
-            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().cast());
+        fn prefetch(from: &[u8], at: usize) {
+            // Of an address that is nothing's it is no more than a hint.
+            _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(at).cast());
         }
         fn words(from: &[u8; 4 * LANES]) -> Self::Words {
             _mm512_loadu_si512(from.as_ptr().cast())
@@ -230,6 +246,30 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
             let index = _mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * field as i32));
             Avx512(_mm512_permutexvar_ps(index, table.0))
         }
+    }
+}
+
+/// What a 1-6-9 float's exponent is less than that of f32, in the place where f32 has it.
+const E6M9_BIAS: i32 = (127 - 31) << 23;
+
+/// Eight 1-6-9 floats as numbers.
+///
+/// # Safety
+/// The CPU has AVX2, and the codes are there.
+#[inline(always)]
+unsafe fn e6m9_of_eight(from: *const u16) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let codes = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+        let most = _mm256_set1_epi32(0x7fff);
+        let magnitude = _mm256_and_si256(codes, most);
+        let bits = _mm256_add_epi32(_mm256_slli_epi32::<14>(magnitude), _mm256_set1_epi32(E6M9_BIAS));
+        let is_zero = _mm256_cmpeq_epi32(magnitude, _mm256_setzero_si256());
+        let bits = _mm256_andnot_si256(is_zero, bits);
+        let is_nan = _mm256_cmpeq_epi32(magnitude, most);
+        let bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc0_0000), is_nan);
+        let sign = _mm256_slli_epi32::<16>(_mm256_andnot_si256(most, codes));
+        _mm256_castsi256_ps(_mm256_or_si256(bits, sign))
     }
 }
 

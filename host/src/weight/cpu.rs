@@ -7,7 +7,7 @@ use std::array;
 use std::ops::Range;
 use std::sync::LazyLock;
 
-use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, TILE_ROWS, e6m9_to_f32};
+use abi::weight::{BLOCK_SCALES, Codes, Layout, SUPER_K, ScaleType, TILE_K, TILE_ROWS};
 use half::f16;
 
 use super::{Counts, Weight};
@@ -43,17 +43,20 @@ fn e4m3(code: u8) -> f32 {
     VALUES[usize::from(code)]
 }
 
+/// The power of two of an exponent, 2⁻¹²⁷ among them; the last one is NaN.
+#[inline(always)]
+fn e8m0(exponent: u8) -> f32 {
+    let is_special = exponent == 0 || exponent == 0xff;
+    f32::from_bits(u32::from(exponent) << 23 | if is_special { 0x0040_0000 } else { 0 })
+}
+
 /// The value of a scale's bits; `factor` is its super or global scale.
 pub(crate) fn number(kind: ScaleType, bytes: &[u8], factor: f32) -> f32 {
     match kind {
         ScaleType::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
         ScaleType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
         ScaleType::Bf16 => f32::from_bits(u32::from(u16::from_le_bytes([bytes[0], bytes[1]])) << 16),
-        ScaleType::E8m0 => f32::from_bits(match bytes[0] {
-            0 => 0x0040_0000,
-            0xff => 0x7fc0_0000,
-            exponent => u32::from(exponent) << 23,
-        }),
+        ScaleType::E8m0 => e8m0(bytes[0]),
         ScaleType::E4m3 => e4m3(bytes[0]) * factor,
         ScaleType::U8Super => f32::from(bytes[0]) * factor,
         ScaleType::I8Super => f32::from(bytes[0] as i8) * factor,
@@ -149,111 +152,66 @@ impl<'a> Packed<'a> {
         // What the inner loop does not have to ask.
         let is_plain = self.counts.per_stretch == 1 && !layout.minimums;
         match (layout.codes, is_plain) {
-            (Codes::Int4, true) => self.for_tiles_of::<V, INT4, true>(expert, block, tiles, user),
-            (Codes::Int4, false) => self.for_tiles_of::<V, INT4, false>(expert, block, tiles, user),
-            (Codes::Int8, true) => self.for_tiles_of::<V, INT8, true>(expert, block, tiles, user),
-            (Codes::Int8, false) => self.for_tiles_of::<V, INT8, false>(expert, block, tiles, user),
-            (Codes::E2m1, true) => self.for_tiles_of::<V, E2M1, true>(expert, block, tiles, user),
-            (Codes::E2m1, false) => self.for_tiles_of::<V, E2M1, false>(expert, block, tiles, user),
-            (Codes::E4m3, true) => self.for_tiles_of::<V, E4M3, true>(expert, block, tiles, user),
-            (Codes::E4m3, false) => self.for_tiles_of::<V, E4M3, false>(expert, block, tiles, user),
+            (Codes::Int4, true) => self.for_tiles_of::<V, INT4, 8, true>(expert, block, tiles, user),
+            (Codes::Int4, false) => self.for_tiles_of::<V, INT4, 8, false>(expert, block, tiles, user),
+            (Codes::Int8, true) => self.for_tiles_of::<V, INT8, 16, true>(expert, block, tiles, user),
+            (Codes::Int8, false) => self.for_tiles_of::<V, INT8, 16, false>(expert, block, tiles, user),
+            (Codes::E2m1, true) => self.for_tiles_of::<V, E2M1, 8, true>(expert, block, tiles, user),
+            (Codes::E2m1, false) => self.for_tiles_of::<V, E2M1, 8, false>(expert, block, tiles, user),
+            (Codes::E4m3, true) => self.for_tiles_of::<V, E4M3, 16, true>(expert, block, tiles, user),
+            (Codes::E4m3, false) => self.for_tiles_of::<V, E4M3, 16, false>(expert, block, tiles, user),
             // They have one scale for a row.
-            (Codes::E6m9, _) => self.for_tiles_of::<V, E6M9, true>(expert, block, tiles, user),
+            (Codes::E6m9, _) => self.for_tiles_of::<V, E6M9, 32, true>(expert, block, tiles, user),
         }
     }
 
-    /// The same of these codes. `PLAIN`: one scale for a row of a tile, and no minimums.
+    /// The same of these codes, so many `PIECES` of 64 bytes a tile. `PLAIN`: one scale for a row of a tile, and no
+    /// minimums.
     #[inline(always)]
-    fn for_tiles_of<V: Lanes, const CODES: u8, const PLAIN: bool>(
+    fn for_tiles_of<V: Lanes, const CODES: u8, const PIECES: usize, const PLAIN: bool>(
         &self,
         expert: usize,
         block: usize,
         tiles: Range<usize>,
         user: &mut impl Decoded<V>,
     ) {
-        let layout = self.weight.layout;
         let block_of_all = expert * self.counts.row_blocks + block;
-        let tile_bytes = layout.codes.tile_bytes() as usize;
-        let is_narrow = !PLAIN && self.counts.per_stretch > 1;
-        let zeros_differ = layout.zeros && is_narrow;
-        let mut nibbles = [0.0; LANES];
-        for (code, value) in nibbles.iter_mut().enumerate() {
-            *value = if CODES == E2M1 { e2m1(code as u8) } else { code as f32 };
-        }
-        let nibbles = V::load(&nibbles);
-        let mut levels = Levels {
-            scales: [[0.0; STEPS]; ROWS],
-            minimums: [[0.0; STEPS]; ROWS],
-            zeros: [[0.0; STEPS]; ROWS],
-        };
+        let mut levels = [Levels { scales: NO_LEVELS, minimums: NO_LEVELS, zeros: NO_LEVELS }; TOGETHER];
+        // Bytes as they are come faster one after the other.
+        let together = if CODES == INT8 { 1 } else { TOGETHER };
+        // Which stretch's the first levels are.
         let mut known = usize::MAX;
-        for tile in tiles {
-            let codes = &self.codes[(block_of_all * self.counts.tiles + tile) * tile_bytes..][..tile_bytes];
-            // The CPU does not do so by itself in time: much is done with each line.
-            let ahead = (block_of_all * self.counts.tiles + tile) * tile_bytes + AHEAD;
-            let ahead = self.codes.get(ahead..).unwrap_or_default();
+        for first in tiles.clone().step_by(together) {
+            let count = together.min(tiles.end - first);
             // Groups of several tiles have theirs from the first.
-            let stretch = self.stretch(tile);
-            if stretch != known {
-                known = stretch;
-                self.read_levels::<V>((expert, block_of_all), (tile, stretch), &mut levels);
+            let mut level_of = [0; TOGETHER];
+            for i in 0..count {
+                let (tile, stretch) = (first + i, self.stretch(first + i));
+                if i > 0 && stretch == self.stretch(tile - 1) {
+                    level_of[i] = level_of[i - 1];
+                    continue;
+                }
+                level_of[i] = i;
+                if i > 0 || stretch != known {
+                    self.read_levels::<V, PLAIN>((expert, block_of_all), (tile, stretch), &mut levels[i]);
+                }
+                if i == 0 {
+                    known = stretch;
+                }
             }
+            let (pieces, _) = self.codes.as_chunks::<64>();
+            let (pieces, _) = pieces.as_chunks::<PIECES>();
+            let start = block_of_all * self.counts.tiles + first;
+            let rows = Together {
+                layout: &self.weight.layout,
+                first,
+                tiles: &pieces[start..start + count],
+                levels: &levels,
+                level_of,
+            };
             for row in 0..ROWS / 2 {
-                for line in (0..tile_bytes / 8).step_by(64) {
-                    V::prefetch(ahead.get(row * tile_bytes / 8 + line..).unwrap_or_default());
-                }
-                // Of 4 bits two rows have a piece together.
-                let (pieces, _) = codes.as_chunks::<64>();
-                for lower in 0..2 {
-                    let place = 2 * row + lower;
-                    let codes = &pieces[if CODES < INT8 { row } else { row + lower * (ROWS / 2) }];
-                    let zero = V::splat(levels.zeros[place][0]);
-                    let mut decoded = [zero; 4];
-                    match CODES {
-                        INT4 | E2M1 => {
-                            let is_plain = CODES == E2M1 || zeros_differ;
-                            let table = if is_plain { nibbles } else { nibbles.sub(zero) };
-                            let words = V::words(codes);
-                            for i in 0..4 {
-                                decoded[i] = V::look_up(words, FIELDS[i] + lower as u32, table);
-                            }
-                        }
-                        INT8 => {
-                            let (codes, _) = codes.as_chunks();
-                            for i in 0..4 {
-                                decoded[i] = V::load_bytes(&codes[i]);
-                                if !zeros_differ {
-                                    decoded[i] = decoded[i].sub(zero);
-                                }
-                            }
-                        }
-                        E4M3 => {
-                            let (codes, _) = codes.as_chunks();
-                            for i in 0..4 {
-                                decoded[i] = V::load_e4m3(&codes[i]);
-                            }
-                        }
-                        _ => {
-                            // Two lines of a row, of two steps each.
-                            let line = |line: usize| &pieces[(2 * lower + line) * (ROWS / 2) + row];
-                            for (i, decoded) in decoded.iter_mut().enumerate() {
-                                let halves = words_of(&line(i / 2)[i % 2 * 32..]);
-                                *decoded = V::load(&halves.map(e6m9_to_f32));
-                            }
-                        }
-                    }
-                    let kind = (is_narrow, if CODES < INT8 { 4 } else { 8 });
-                    if zeros_differ {
-                        let zeros = levels_as_lanes::<V>(&levels.zeros[place], kind);
-                        for value in &mut decoded {
-                            *value = value.sub(zeros);
-                        }
-                    }
-                    let scales = levels_as_lanes(&levels.scales[place], kind);
-                    let minimums = levels_as_lanes(&levels.minimums[place], kind);
-                    let level = LevelLanes { scales, minimums, has_minimums: !PLAIN && layout.minimums };
-                    user.row(tile, row + lower * (ROWS / 2), decoded, level);
-                }
+                rows.row::<V, CODES, PLAIN, 0>(row, user);
+                rows.row::<V, CODES, PLAIN, 1>(row, user);
             }
         }
     }
@@ -265,9 +223,9 @@ impl<'a> Packed<'a> {
         if group != 0 && group <= TILE { tile } else { (tile * TILE).checked_div(group).unwrap_or(0) }
     }
 
-    /// What the codes of a stretch's rows become values by.
+    /// What the codes of a stretch's rows become values by. `PLAIN`: only the first step's, and no minimums.
     #[inline(always)]
-    fn read_levels<V: Lanes>(
+    fn read_levels<V: Lanes, const PLAIN: bool>(
         &self,
         (expert, block_of_all): (usize, usize),
         (tile, stretch): (usize, usize),
@@ -283,48 +241,155 @@ impl<'a> Packed<'a> {
             let of_block = &self.scales[index * BLOCK_SCALES as usize * bytes..];
             // Of the even rows, and behind those of the odd ones.
             let scales = [number(kind, of_block, global), number(kind, &of_block[2 * bytes..], global)];
-            levels.scales = array::from_fn(|place| [scales[place / 2 % 2]; STEPS]);
-            levels.zeros = [[f32::from(layout.zero()); STEPS]; ROWS];
+            // By places alone: weights with such blocks are plain.
+            levels.scales[0] = array::from_fn(|place| scales[place / 2 % 2]);
+            levels.zeros = [[f32::from(layout.zero()); LANES]; STEPS];
             return;
         }
         let first = (block_of_all * stretches + stretch) * ROWS * per_stretch;
         let first_super = (block_of_all * supers + tile / (SUPER_K / TILE_K) as usize) * ROWS;
         let parts = [(self.scales, self.supers), (self.minimums, self.super_minimums)];
-        for (part, (of, supers)) in parts.into_iter().enumerate().take(1 + usize::from(layout.minimums)) {
-            let mut factors = [1.0; ROWS];
+        let with_minimums = !PLAIN && layout.minimums;
+        for (part, (of, supers)) in parts.into_iter().enumerate().take(1 + usize::from(with_minimums)) {
+            let mut factors = [if kind == ScaleType::E4m3 { global } else { 1.0 }; ROWS];
             if kind.has_supers() {
                 V::load_f16(&words_of(&supers[2 * first_super..])).store(&mut factors);
-            } else if kind == ScaleType::E4m3 {
-                factors = [global; ROWS];
             }
             let mut numbers = [[0.0; LANES]; STEPS];
-            for i in 0..per_stretch.min(STEPS) {
+            for i in 0..if PLAIN { 1 } else { per_stretch.min(STEPS) } {
                 let of = &of[(first + i * LANES) * bytes..][..LANES * bytes];
                 read_numbers::<V>(kind, of, &mut numbers[i]);
             }
-            let numbers = numbers.as_flattened();
             let to = if part == 0 { &mut levels.scales } else { &mut levels.minimums };
-            for place in 0..ROWS {
-                for step in 0..STEPS {
-                    to[place][step] =
-                        numbers[place * per_stretch + step * per_stretch / STEPS] * factors[place];
+            if PLAIN {
+                V::load(&numbers[0]).mul(V::load(&factors)).store(&mut to[0]);
+                continue;
+            }
+            spread(&mut numbers, per_stretch);
+            for (quarter, to) in to.iter_mut().enumerate() {
+                let mut of_rows = [0.0; LANES];
+                for (i, factor) in of_rows.iter_mut().enumerate() {
+                    *factor = factors[quarter * STEPS + i / STEPS];
                 }
+                V::load(&numbers[quarter]).mul(V::load(&of_rows)).store(to);
             }
         }
-        for place in 0..ROWS {
-            for step in 0..STEPS {
-                levels.zeros[place][step] = f32::from(if layout.zeros {
-                    self.zeros[first + place * per_stretch + step * per_stretch / STEPS]
-                } else {
-                    layout.zero()
-                });
-            }
+        if !layout.zeros {
+            levels.zeros = [[f32::from(layout.zero()); LANES]; STEPS];
+            return;
         }
+        let mut numbers = [[0.0; LANES]; STEPS];
+        let (zeros, _) = self.zeros[first..].as_chunks();
+        let count = if PLAIN { 1 } else { per_stretch.min(STEPS) };
+        for (numbers, zeros) in std::iter::zip(&mut numbers[..count], zeros) {
+            V::load_bytes(zeros).store(numbers);
+        }
+        if !PLAIN {
+            spread(&mut numbers, per_stretch);
+        }
+        levels.zeros = numbers;
     }
 }
 
+/// Rows of some tiles, one after the other, so that what is summed up for a row stays in registers, and the lines that
+/// are read are near each other.
+struct Together<'s, const PIECES: usize> {
+    layout: &'s Layout,
+    /// The first of the tiles.
+    first: usize,
+    tiles: &'s [[[u8; 64]; PIECES]],
+    levels: &'s [Levels; TOGETHER],
+    /// Which of them a tile has.
+    level_of: [usize; TOGETHER],
+}
+
+impl<const PIECES: usize> Together<'_, PIECES> {
+    /// The row, or that half a tile below it where `LOWER` is 1.
+    #[inline(always)]
+    fn row<V: Lanes, const CODES: u8, const PLAIN: bool, const LOWER: usize>(
+        &self,
+        row: usize,
+        user: &mut impl Decoded<V>,
+    ) {
+        let layout = self.layout;
+        let mut nibbles = [0.0; LANES];
+        for (code, value) in nibbles.iter_mut().enumerate() {
+            *value = if CODES == E2M1 { e2m1(code as u8) } else { code as f32 };
+        }
+        let nibbles = V::load(&nibbles);
+        let place = 2 * row + LOWER;
+        // One step has another scale than the next.
+        let is_narrow = !PLAIN && layout.group != 0 && (layout.group as usize) < TILE;
+        let kind = (is_narrow, if CODES < INT8 { 4 } else { 8 });
+        let zeros_differ = layout.zeros && is_narrow;
+        let has_minimums = !PLAIN && layout.minimums;
+        let mut state = user.begin(row + LOWER * (ROWS / 2), self.first..self.first + self.tiles.len());
+        for (i, pieces) in self.tiles.iter().enumerate() {
+            // The CPU does not do so by itself in time: much is done with each line. Of 4 bits two rows have one.
+            for line in 0..if PIECES < ROWS { 1 - LOWER } else { PIECES / ROWS } {
+                let line = place * PIECES / ROWS + line;
+                V::prefetch(pieces[line % PIECES].as_slice(), AHEAD);
+            }
+            let levels = &self.levels[self.level_of[i % TOGETHER] % TOGETHER];
+            // Of 4 bits two rows have a piece together.
+            let codes = &pieces[if CODES < INT8 { row } else { row + LOWER * (ROWS / 2) }];
+            let zero = V::splat(levels.zeros.as_flattened()[if PLAIN { place } else { place * STEPS }]);
+            let mut decoded = [zero; 4];
+            match CODES {
+                INT4 | E2M1 => {
+                    let is_plain = CODES == E2M1 || zeros_differ;
+                    let table = if is_plain { nibbles } else { nibbles.sub(zero) };
+                    let words = V::words(codes);
+                    for i in 0..4 {
+                        decoded[i] = V::look_up(words, FIELDS[i] + LOWER as u32, table);
+                    }
+                }
+                INT8 => {
+                    let (codes, _) = codes.as_chunks();
+                    for i in 0..4 {
+                        decoded[i] = V::load_bytes(&codes[i]);
+                        if !zeros_differ {
+                            decoded[i] = decoded[i].sub(zero);
+                        }
+                    }
+                }
+                E4M3 => {
+                    let (codes, _) = codes.as_chunks();
+                    for i in 0..4 {
+                        decoded[i] = V::load_e4m3(&codes[i]);
+                    }
+                }
+                _ => {
+                    // Two lines of a row, of two steps each.
+                    let line = |line: usize| &pieces[(2 * LOWER + line) * (ROWS / 2) + row];
+                    for (i, decoded) in decoded.iter_mut().enumerate() {
+                        *decoded = V::load_e6m9(&words_of(&line(i / 2)[i % 2 * 32..]));
+                    }
+                }
+            }
+            if zeros_differ {
+                let zeros = levels_as_lanes::<V, PLAIN>(&levels.zeros, place, kind);
+                for value in &mut decoded {
+                    *value = value.sub(zeros);
+                }
+            }
+            let scales = levels_as_lanes::<V, PLAIN>(&levels.scales, place, kind);
+            let minimums = if has_minimums {
+                levels_as_lanes::<V, PLAIN>(&levels.minimums, place, kind)
+            } else {
+                scales
+            };
+            user.add(&mut state, i, decoded, LevelLanes { scales, minimums, has_minimums });
+        }
+        user.end(row + LOWER * (ROWS / 2), state);
+    }
+}
+
+/// Tiles whose rows come one after the other.
+const TOGETHER: usize = 4;
+
 /// Bytes of codes from those that are multiplied to those that are fetched.
-const AHEAD: usize = 3072;
+const AHEAD: usize = 4096;
 
 /// [`Codes`] as parameters; those of four bits are below those of more.
 const INT4: u8 = 0;
@@ -337,11 +402,35 @@ const E6M9: u8 = 4;
 const TILE: usize = TILE_K as usize;
 const STEPS: usize = TILE / 16;
 
-/// A value is `(code − zero) · scale − minimum`, by the row's place among the scales and the step.
+/// A value is `(code − zero) · scale − minimum`. Numbers are by the row's place among the scales alone, in the first
+/// sixteen, where a row of a tile has one; else by the row's place and the step.
+#[derive(Clone, Copy)]
 struct Levels {
-    scales: [[f32; STEPS]; ROWS],
-    minimums: [[f32; STEPS]; ROWS],
-    zeros: [[f32; STEPS]; ROWS],
+    scales: [[f32; LANES]; STEPS],
+    minimums: [[f32; LANES]; STEPS],
+    zeros: [[f32; LANES]; STEPS],
+}
+
+const NO_LEVELS: [[f32; LANES]; STEPS] = [[0.0; LANES]; STEPS];
+
+/// So many numbers of each row become four.
+#[inline(always)]
+fn spread(numbers: &mut [[f32; LANES]; STEPS], per_stretch: usize) {
+    // Loops of a constant stride each, which become vectors.
+    match per_stretch {
+        1 => each_times::<4>(numbers),
+        2 => each_times::<2>(numbers),
+        _ => {}
+    }
+}
+
+#[inline(always)]
+fn each_times<const TIMES: usize>(numbers: &mut [[f32; LANES]; STEPS]) {
+    let from = *numbers;
+    let from = from.as_flattened();
+    for (i, number) in numbers.as_flattened_mut().iter_mut().enumerate() {
+        *number = from[i / TIMES];
+    }
 }
 
 /// The scales and minimums of a row of a tile, the same for each of its vectors.
@@ -354,8 +443,15 @@ struct LevelLanes<V> {
 
 /// A row's levels for each of its vectors.
 #[inline(always)]
-fn levels_as_lanes<V: Lanes>(of: &[f32; STEPS], (is_narrow, bits): (bool, u32)) -> V {
-    let [a, b, c, d] = *of;
+fn levels_as_lanes<V: Lanes, const PLAIN: bool>(
+    of: &[[f32; LANES]; STEPS],
+    place: usize,
+    (is_narrow, bits): (bool, u32),
+) -> V {
+    if PLAIN {
+        return V::splat(of[0][place]);
+    }
+    let [a, b, c, d] = of.as_flattened().as_chunks::<STEPS>().0[place];
     match (is_narrow, bits) {
         (false, _) => V::splat(a),
         (true, 4) => V::load(&[a, b, c, d, a, b, c, d, a, b, c, d, a, b, c, d]),
@@ -365,8 +461,15 @@ fn levels_as_lanes<V: Lanes>(of: &[f32; STEPS], (is_narrow, bits): (bool, u32)) 
 
 /// What is done with the rows of tiles.
 trait Decoded<V> {
-    /// Takes the codes of a row of a tile, less their zero points, in the order of [`Packed::places`].
-    fn row(&mut self, tile: usize, row: usize, decoded: [V; 4], level: LevelLanes<V>);
+    /// What is kept of a row from one tile to the next.
+    type State;
+
+    /// Of a row of these tiles.
+    fn begin(&self, row: usize, tiles: Range<usize>) -> Self::State;
+    /// Takes the codes of the row of one of the tiles, counted from their first, less their zero points, in the order
+    /// of [`Packed::places`].
+    fn add(&mut self, state: &mut Self::State, tile: usize, decoded: [V; 4], level: LevelLanes<V>);
+    fn end(&mut self, row: usize, state: Self::State);
 }
 
 /// Rows of tiles from `first` on, one after the other.
@@ -377,9 +480,17 @@ struct Values<'s> {
 }
 
 impl<V: Lanes> Decoded<V> for Values<'_> {
+    /// Where the row begins.
+    type State = usize;
+
     #[inline(always)]
-    fn row(&mut self, tile: usize, row: usize, decoded: [V; 4], level: LevelLanes<V>) {
-        let to = &mut self.values[row * self.stride + (tile - self.first) * TILE..][..TILE];
+    fn begin(&self, row: usize, tiles: Range<usize>) -> usize {
+        row * self.stride + (tiles.start - self.first) * TILE
+    }
+
+    #[inline(always)]
+    fn add(&mut self, start: &mut usize, tile: usize, decoded: [V; 4], level: LevelLanes<V>) {
+        let to = &mut self.values[*start + tile * TILE..][..TILE];
         let (to, _) = to.as_chunks_mut::<LANES>();
         for i in 0..4 {
             let mut value = decoded[i].mul(level.scales);
@@ -389,6 +500,9 @@ impl<V: Lanes> Decoded<V> for Values<'_> {
             value.store(&mut to[i]);
         }
     }
+
+    #[inline(always)]
+    fn end(&mut self, _: usize, _: usize) {}
 }
 
 /// The fields of a word that the vectors of its upper row are; those of the lower row come behind each.
@@ -450,9 +564,14 @@ fn read_numbers<V: Lanes>(kind: ScaleType, bytes: &[u8], numbers: &mut [f32; LAN
         ScaleType::Bf16 => V::load_bf16(&words_of(bytes)).store(numbers),
         ScaleType::E4m3 => V::load_e4m3(&of_bytes(bytes)).store(numbers),
         ScaleType::U8Super => V::load_bytes(&of_bytes(bytes)).store(numbers),
-        ScaleType::E8m0 | ScaleType::I8Super => {
-            for (number_, byte) in numbers.iter_mut().zip(bytes) {
-                *number_ = number(kind, &[*byte], 1.0);
+        ScaleType::E8m0 => {
+            for (number, byte) in numbers.iter_mut().zip(bytes) {
+                *number = e8m0(*byte);
+            }
+        }
+        ScaleType::I8Super => {
+            for (number, byte) in numbers.iter_mut().zip(bytes) {
+                *number = f32::from(*byte as i8);
             }
         }
     }
@@ -534,45 +653,79 @@ impl Work for FewRows<'_> {
 
     #[inline(always)]
     fn with<V: Lanes>(self) {
+        match (self.sums.len(), self.packed.weight.layout.minimums) {
+            (0 | 1, false) => self.products::<V, 1, 4>(),
+            (0 | 1, true) => self.products::<V, 1, 6>(),
+            (2..=4, false) => self.products::<V, 4, 4>(),
+            (2..=4, true) => self.products::<V, 4, 6>(),
+            (_, false) => self.products::<V, FEW_ROWS, 4>(),
+            (_, true) => self.products::<V, FEW_ROWS, 6>(),
+        }
+    }
+}
+
+impl FewRows<'_> {
+    /// Of up to so many rows, with so many vectors a tile; rows that are missing are the last one again.
+    #[inline(always)]
+    fn products<V: Lanes, const MOST: usize, const VECTORS: usize>(self) {
         let FewRows { packed, expert, block, rows, sums } = self;
-        let count = sums.len().min(FEW_ROWS);
-        let vectors = packed.vectors();
-        let length = packed.counts.tiles * vectors;
-        let lanes = [[V::splat(0.0); ROWS]; FEW_ROWS];
-        let mut products = Products { rows, count, vectors, length, lanes };
-        packed.for_tiles::<V>(expert, block, 0..packed.counts.tiles, &mut products);
-        for (sums, lanes) in std::iter::zip(sums, &products.lanes) {
-            for (sum, lanes) in std::iter::zip(sums, lanes) {
-                *sum = lanes.sum();
+        let tiles = packed.counts.tiles;
+        let (rows, _) = rows.as_chunks::<VECTORS>();
+        let mut of_row = [rows; MOST];
+        for (i, of_row) in of_row.iter_mut().enumerate() {
+            *of_row = &rows[i.min(sums.len().saturating_sub(1)) * tiles..][..tiles];
+        }
+        let mut products = Products { rows: of_row, lanes: [[V::splat(0.0); MOST]; ROWS] };
+        packed.for_tiles::<V>(expert, block, 0..tiles, &mut products);
+        for (i, sums) in sums.iter_mut().enumerate().take(MOST) {
+            for (sum, lanes) in std::iter::zip(sums, &products.lanes) {
+                *sum = lanes[i].sum();
             }
         }
     }
 }
 
-/// Sums of products with so many rows of a.
-struct Products<'s, V> {
-    rows: &'s [[f32; LANES]],
-    count: usize,
-    /// Of a tile, and of a row.
-    vectors: usize,
-    length: usize,
-    lanes: [[V; ROWS]; FEW_ROWS],
+/// Sums of products with so many rows of a, tile by tile.
+struct Products<'s, V, const MOST: usize, const VECTORS: usize> {
+    rows: [&'s [[[f32; LANES]; VECTORS]]; MOST],
+    lanes: [[V; MOST]; ROWS],
 }
 
-impl<V: Lanes> Decoded<V> for Products<'_, V> {
+/// Sums of a row of the weight, and what the rows of a have for these tiles.
+struct RowSums<'s, V, const MOST: usize, const VECTORS: usize> {
+    lanes: [V; MOST],
+    rows: [&'s [[[f32; LANES]; VECTORS]]; MOST],
+}
+
+impl<'s, V: Lanes, const MOST: usize, const VECTORS: usize> Decoded<V> for Products<'s, V, MOST, VECTORS> {
+    type State = RowSums<'s, V, MOST, VECTORS>;
+
     #[inline(always)]
-    fn row(&mut self, tile: usize, row: usize, values: [V; 4], level: LevelLanes<V>) {
-        for (i, lanes) in self.lanes.iter_mut().enumerate().take(self.count) {
-            let x = &self.rows[i * self.length + tile * self.vectors..][..self.vectors];
+    fn begin(&self, row: usize, tiles: Range<usize>) -> Self::State {
+        let mut rows = self.rows;
+        for rows in &mut rows {
+            *rows = &rows[tiles.clone()];
+        }
+        RowSums { lanes: self.lanes[row], rows }
+    }
+
+    #[inline(always)]
+    fn add(&mut self, state: &mut Self::State, tile: usize, values: [V; 4], level: LevelLanes<V>) {
+        for (rows, lanes) in std::iter::zip(state.rows, &mut state.lanes) {
+            let x = &rows[tile];
             let first = V::load(&x[1]).mul_add(values[1], V::load(&x[0]).mul(values[0]));
             let all = V::load(&x[3]).mul_add(values[3], V::load(&x[2]).mul_add(values[2], first));
-            let mut sum = all.mul_add(level.scales, lanes[row]);
-            if level.has_minimums {
-                sum = V::load(&x[4]).mul_add(level.minimums, sum);
-                sum = V::load(&x[5]).mul_add(level.minimums, sum);
+            let mut sum = all.mul_add(level.scales, *lanes);
+            for minus in &x[4..] {
+                sum = V::load(minus).mul_add(level.minimums, sum);
             }
-            lanes[row] = sum;
+            *lanes = sum;
         }
+    }
+
+    #[inline(always)]
+    fn end(&mut self, row: usize, state: Self::State) {
+        self.lanes[row] = state.lanes;
     }
 }
 

@@ -395,7 +395,7 @@ fn add<V: Lanes, C: Content, const BLOCKS: usize, const N: usize>(
         for bytes in ahead {
             let line = first * size_of::<f32>();
             if line < bytes.len() {
-                V::prefetch(&bytes[line..]);
+                V::prefetch(bytes, line);
             }
         }
         for step in first..depth.min(first + LANES) {
