@@ -369,6 +369,38 @@ fn a_fork_that_is_refused() -> Outcome {
     Ok(())
 }
 
+/// A request that is pre-empted before its tokens are chosen has no drafts when it comes back.
+#[test]
+fn computed_drafts_of_a_preempted_request() -> Outcome {
+    let model = model("qwen3")?;
+    // Two pages: the older one needs both.
+    let options = BatchOptions { pages: 2, page_tokens: 16, capacity: 32, ..OPTIONS };
+    let mut scheduler = Scheduler::new(model.batch(options)?);
+    let (old, young) = (scheduler.submit(&[1; 15])?, scheduler.submit(&[2; 3])?);
+    scheduler.step()?;
+    scheduler.push(old, 4)?;
+    scheduler.push(young, 5)?;
+    assert_eq!(scheduler.draft(young, &[6, 7])?, 2);
+    scheduler.step()?;
+    // The young one's tokens are not chosen yet.
+    scheduler.accept(old, &[8])?;
+    scheduler.step()?;
+    assert_eq!(
+        (scheduler.tokens(young)?.to_vec(), scheduler.batch().stats().preemptions),
+        (vec![2, 2, 2, 5], 1)
+    );
+    scheduler.push(young, 9)?;
+    scheduler.finish(old)?;
+    while let Some(step) = scheduler.step()? {
+        if !step.requests.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(scheduler.tokens(young)?, [2, 2, 2, 5, 9]);
+    scheduler.accept(young, &[10])?;
+    Ok(())
+}
+
 /// A request whose tokens are not chosen yet keeps its drafts, while others go on.
 #[test]
 fn drafts_wait_for_their_tokens() -> Outcome {

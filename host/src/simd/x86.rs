@@ -2,6 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use abi::weight::e6m9_to_f32;
+
 use super::{LANES, Lanes, Level};
 
 #[derive(Clone, Copy)]
@@ -250,7 +252,7 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
 }
 
 /// What a 1-6-9 float's exponent is less than that of f32, in the place where f32 has it.
-const E6M9_BIAS: i32 = (127 - 31) << 23;
+const E6M9_BIAS: i32 = (e6m9_to_f32(1).to_bits() - (1 << 14)) as i32;
 
 /// Eight 1-6-9 floats as numbers.
 ///

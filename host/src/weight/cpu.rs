@@ -330,6 +330,7 @@ impl<const PIECES: usize> Together<'_, PIECES> {
                 let line = place * PIECES / ROWS + line;
                 V::prefetch(pieces[line % PIECES].as_slice(), AHEAD);
             }
+            // The remainders change nothing and spare checks.
             let levels = &self.levels[self.level_of[i % TOGETHER] % TOGETHER];
             // Of 4 bits two rows have a piece together.
             let codes = &pieces[if CODES < INT8 { row } else { row + LOWER * (ROWS / 2) }];

@@ -488,10 +488,15 @@ impl Batch {
     ///
     /// **Errors**: [`BatchError::TooLong`], and [`Error::Invalid`] for a token that the model has not.
     pub fn push(&mut self, id: SequenceId, token: u32) -> Result<(), BatchError> {
-        self.model.config().decoder.check_ids(&[token])?;
-        self.check_len(self.sequence(id)?.tokens.len() + 1)?;
+        self.check_push(self.sequence(id)?.tokens.len(), token)?;
         self.sequence_mut(id)?.tokens.push(token);
         Ok(())
+    }
+
+    /// That a token may come behind so many.
+    fn check_push(&self, len: usize, token: u32) -> Result<(), BatchError> {
+        self.model.config().decoder.check_ids(&[token])?;
+        self.check_len(len + 1)
     }
 
     /// Another sequence that is what this one is; both go on from there.

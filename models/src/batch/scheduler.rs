@@ -157,8 +157,7 @@ impl Scheduler {
     pub fn push(&mut self, id: RequestId, token: u32) -> Result<(), BatchError> {
         let sequence = self.sequence(id)?;
         // Drafts stay where it is refused.
-        self.batch.model().config().decoder.check_ids(&[token])?;
-        self.batch.check_len(self.batch.tokens(sequence)?.len() - self.drafted(id) + 1)?;
+        self.batch.check_push(self.batch.tokens(sequence)?.len() - self.drafted(id), token)?;
         self.keep_drafts(id, 0)?;
         self.batch.push(sequence, token)
     }
@@ -309,11 +308,14 @@ impl Scheduler {
                 drafted.into_iter().try_for_each(|id| self.keep_drafts(id, 0))?;
                 continue;
             }
-            let mut active = self.running.values_mut().filter(|running| !running.is_paused);
+            let mut active = self.running.iter().filter(|(_, running)| !running.is_paused).map(|(&id, _)| id);
             match (active.next(), active.next_back()) {
                 (Some(_), Some(youngest)) => {
-                    youngest.is_paused = true;
-                    self.batch.preempt(youngest.sequence)?;
+                    // Those that are computed too: a sequence that comes back has none.
+                    self.keep_drafts(youngest, 0)?;
+                    let Some(running) = self.running.get_mut(&youngest) else { continue };
+                    running.is_paused = true;
+                    self.batch.preempt(running.sequence)?;
                 }
                 // Alone a sequence finds its pages.
                 _ => break (requests, work),

@@ -39,10 +39,10 @@ impl Batch {
             }
         }
         self.check_accounts();
-        if result.is_err() {
+        if let Err(error) = result {
             self.filled.logits.clear();
+            return Err(error.into());
         }
-        result?;
         self.stats.steps += 1;
         let is_shared = self.filled.groups.iter().any(|group| group.prefix > 0);
         self.stats.shared_prefix_steps += u64::from(is_shared);
