@@ -44,7 +44,7 @@ const CONSUMERS: u32 = 1;
 /// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`).
 ///
 /// # Safety
-/// - Blocks of 128 threads and 128 for each 64 of `BM`, in clusters of `CLUSTER`, a cluster for each tile; shared
+/// - Blocks of 128 threads for each 64 of `BM` and a warp, in clusters of `CLUSTER`, a cluster for each tile; shared
 ///   memory as `MatmulTile::smem_bytes` says; a thread has `SUMS` of the tile's sums.
 /// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
@@ -119,12 +119,14 @@ pub unsafe fn multiply<
             tma::load(at + rows_bytes, maps.a, [k, a_row as i32], full(stage));
         }
     };
+    // The first thread behind the consumers.
+    let producer = 128 * consumers;
     let mut ring = Ring::<STAGES>::START;
     let mut step = first;
     // SAFETY: one thread initialises the barriers, which lie behind the stages, before anyone uses them; rows that no
     // load fills are nobody else's.
     unsafe {
-        if thread == 0 {
+        if thread == producer {
             let mut stage = 0;
             while stage < STAGES {
                 mbarrier::init(full(stage), 1);
@@ -140,7 +142,7 @@ pub unsafe fn multiply<
         }
         grid::wait();
         // Opaque, or LLVM makes two copies of the wait.
-        if thread::opaque(thread) == 0 {
+        if thread::opaque(thread) == producer {
             // The first loads come before anything else: they take as long as all that follows.
             while step < last.min(first + STAGES) {
                 load(ring.stage, step);
@@ -169,11 +171,11 @@ pub unsafe fn multiply<
     // By one lane's word, so that ptxas knows that a warp stays together.
     // SAFETY: all lanes of each warp are here.
     let warpgroup = unsafe { warp::shuffle_idx(warp::FULL_MASK, thread / 128, 0) };
-    // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free
+    // SAFETY: the consumers are whole warpgroups; each waits for a stage before it touches it. The stages are free
     // when all consumers are done: all that was loaded was waited for and multiplied.
     unsafe {
-        if warpgroup == 0 {
-            if thread == 0 {
+        if warpgroup == consumers {
+            if thread == producer {
                 while step < last {
                     mbarrier::wait_parity(empty(ring.stage), ring.parity ^ 1);
                     load(ring.stage, step);
@@ -184,7 +186,7 @@ pub unsafe fn multiply<
             warp::sync_warp(warp::FULL_MASK);
             if CLUSTER > 1 {
                 cluster::wait();
-                if thread == 0 {
+                if thread == producer {
                     let mut consumer = 0;
                     while consumer < consumers {
                         mbarrier::wait_parity(empty(ring.stage), ring.parity ^ 1);
@@ -201,7 +203,7 @@ pub unsafe fn multiply<
                 cluster::arrive_relaxed();
             }
         } else {
-            let consumer = warpgroup - 1;
+            let consumer = warpgroup;
             let mut ring = Ring::<STAGES>::START;
             let operands =
                 |stage: u32| (stage_of(stage) + consumer * 64 * ROW_BYTES, stage_of(stage) + rows_bytes);

@@ -6,7 +6,7 @@ mod packed;
 
 pub use packed::{
     PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, UNPACK_VARIANTS,
-    UnpackVariant, WGMMA_PACKED_STAGES,
+    UnpackVariant, WGMMA_PACKED_STAGES, WGMMA_PACKED_STAGES_OF_A,
 };
 
 /// Sizes and strides of one launch, in elements. The int8 product takes the same.
@@ -227,11 +227,11 @@ pub enum MatmulTile {
     /// Hopper, for some dozens to some hundreds of rows: tiles whose rows are b's, and whose columns a's. The blocks of
     /// a cluster share the k of one.
     Swapped {
-        /// Rows of the tile, b's: 64 or 128.
+        /// Rows of the tile, b's: a multiple of 64.
         bm: u32,
         /// Columns of the tile, a's rows: a multiple of 16.
         bn: u32,
-        /// Threads of the block: 128, and 128 for each 64 rows.
+        /// Threads of the block: 128 for each 64 rows, and a warp that loads.
         threads: u32,
         /// Steps of k that loads run ahead.
         stages: u32,
@@ -456,27 +456,24 @@ macro_rules! matmul_wgmma_table {
             matmul_bf16__m64n64k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
             matmul_bf16__m64n64k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_bf16__m64n128k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
-            matmul_bf16__swap128n96k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 1 };
-            matmul_bf16__swap128n96k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 2 };
-            matmul_bf16__swap128n96k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 4 };
-            matmul_bf16__swap128n128k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 1 };
-            matmul_bf16__swap128n128k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 2 };
-            matmul_bf16__swap128n128k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 4 };
-            matmul_bf16__swap128n160k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 1 };
-            matmul_bf16__swap128n160k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 2 };
-            matmul_bf16__swap128n160k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 4 };
-            matmul_bf16__swap128n192k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 1 };
-            matmul_bf16__swap128n192k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 2 };
-            matmul_bf16__swap128n192k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 4 };
-            matmul_bf16__swap128n224k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 1 };
-            matmul_bf16__swap128n224k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 2 };
-            matmul_bf16__swap128n224k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 4 };
-            matmul_bf16__swap128n256k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 1 };
-            matmul_bf16__swap64n96k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 96, stages: 8, cluster: 2 };
-            matmul_bf16__swap64n128k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 128, stages: 8, cluster: 2 };
-            matmul_bf16__swap64n160k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 160, stages: 8, cluster: 2 };
-            matmul_bf16__swap64n192k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 192, stages: 7, cluster: 2 };
-            matmul_bf16__swap64n256k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 256, stages: 5, cluster: 2 };
+            matmul_bf16__swap128n96k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 96, stages: 8, cluster: 1 };
+            matmul_bf16__swap128n96k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 96, stages: 8, cluster: 2 };
+            matmul_bf16__swap128n96k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 96, stages: 8, cluster: 4 };
+            matmul_bf16__swap128n128k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 128, stages: 7, cluster: 1 };
+            matmul_bf16__swap128n128k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 128, stages: 7, cluster: 2 };
+            matmul_bf16__swap128n160k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 160, stages: 6, cluster: 1 };
+            matmul_bf16__swap128n160k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 160, stages: 6, cluster: 2 };
+            matmul_bf16__swap128n192k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 192, stages: 5, cluster: 1 };
+            matmul_bf16__swap128n192k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 192, stages: 5, cluster: 2 };
+            matmul_bf16__swap128n192k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 192, stages: 5, cluster: 4 };
+            matmul_bf16__swap128n224k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 224, stages: 5, cluster: 1 };
+            matmul_bf16__swap128n256k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 288, bm: 128, bn: 256, stages: 4, cluster: 1 };
+            matmul_bf16__swap192n160k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 416, bm: 192, bn: 160, stages: 5, cluster: 1 };
+            matmul_bf16__swap192n192k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 416, bm: 192, bn: 192, stages: 4, cluster: 1 };
+            matmul_bf16__swap64n96k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 160, bm: 64, bn: 96, stages: 8, cluster: 2 };
+            matmul_bf16__swap64n128k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 160, bm: 64, bn: 128, stages: 8, cluster: 2 };
+            matmul_bf16__swap64n160k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 160, bm: 64, bn: 160, stages: 8, cluster: 2 };
+            matmul_bf16__swap64n192k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 160, bm: 64, bn: 192, stages: 7, cluster: 2 };
             matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_bf16_f32__m64n64c4__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_bf16_f32__m64n64k4__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
@@ -491,27 +488,24 @@ macro_rules! matmul_wgmma_table {
             matmul_f16__m64n64k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
             matmul_f16__m64n64k2__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_f16__m64n128k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
-            matmul_f16__swap128n96k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 1 };
-            matmul_f16__swap128n96k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 2 };
-            matmul_f16__swap128n96k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 4 };
-            matmul_f16__swap128n128k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 1 };
-            matmul_f16__swap128n128k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 2 };
-            matmul_f16__swap128n128k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 4 };
-            matmul_f16__swap128n160k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 1 };
-            matmul_f16__swap128n160k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 2 };
-            matmul_f16__swap128n160k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 4 };
-            matmul_f16__swap128n192k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 1 };
-            matmul_f16__swap128n192k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 2 };
-            matmul_f16__swap128n192k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 4 };
-            matmul_f16__swap128n224k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 1 };
-            matmul_f16__swap128n224k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 2 };
-            matmul_f16__swap128n224k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 4 };
-            matmul_f16__swap128n256k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 1 };
-            matmul_f16__swap64n96k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 96, stages: 8, cluster: 2 };
-            matmul_f16__swap64n128k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 128, stages: 8, cluster: 2 };
-            matmul_f16__swap64n160k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 160, stages: 8, cluster: 2 };
-            matmul_f16__swap64n192k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 192, stages: 7, cluster: 2 };
-            matmul_f16__swap64n256k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 256, stages: 5, cluster: 2 };
+            matmul_f16__swap128n96k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 96, stages: 8, cluster: 1 };
+            matmul_f16__swap128n96k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 96, stages: 8, cluster: 2 };
+            matmul_f16__swap128n96k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 96, stages: 8, cluster: 4 };
+            matmul_f16__swap128n128k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 128, stages: 7, cluster: 1 };
+            matmul_f16__swap128n128k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 128, stages: 7, cluster: 2 };
+            matmul_f16__swap128n160k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 160, stages: 6, cluster: 1 };
+            matmul_f16__swap128n160k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 160, stages: 6, cluster: 2 };
+            matmul_f16__swap128n192k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 192, stages: 5, cluster: 1 };
+            matmul_f16__swap128n192k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 192, stages: 5, cluster: 2 };
+            matmul_f16__swap128n192k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 192, stages: 5, cluster: 4 };
+            matmul_f16__swap128n224k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 224, stages: 5, cluster: 1 };
+            matmul_f16__swap128n256k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 288, bm: 128, bn: 256, stages: 4, cluster: 1 };
+            matmul_f16__swap192n160k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 416, bm: 192, bn: 160, stages: 5, cluster: 1 };
+            matmul_f16__swap192n192k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 416, bm: 192, bn: 192, stages: 4, cluster: 1 };
+            matmul_f16__swap64n96k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 160, bm: 64, bn: 96, stages: 8, cluster: 2 };
+            matmul_f16__swap64n128k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 160, bm: 64, bn: 128, stages: 8, cluster: 2 };
+            matmul_f16__swap64n160k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 160, bm: 64, bn: 160, stages: 8, cluster: 2 };
+            matmul_f16__swap64n192k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 160, bm: 64, bn: 192, stages: 7, cluster: 2 };
             matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_f16_f32__m64n64k4__sm90a => f16, f32, F16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };

@@ -573,7 +573,7 @@ mod tests {
 
     /// Which kind a launch takes: few rows stream, few columns share k, the rest is `wgmma`'s, also with rows and
     /// columns swapped, and without it `mma`'s. Of more than 64 rows on Hopper those that were measured to be the
-    /// fastest (`benches/record/h200/2026-11-27-sweep.md`).
+    /// fastest (`benches/record/h200/2026-11-28-sweep.md`).
     #[test]
     fn kinds_of_the_tensor_cores_by_shape() {
         let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..H200 };
@@ -598,9 +598,11 @@ mod tests {
             ([64, 4096, 4096], "split 64 by 2", "stream"),
             ([65, 19456, 2560], "wgmma", "mma"),
             ([65, 4096, 4096], "swapped 64 × 96 by 2", "mma"),
-            ([128, 2560, 9728], "swapped 128 × 128 by 4", "mma"),
-            ([128, 28672, 4096], "wgmma 128", "mma"),
-            ([129, 2560, 9728], "swapped 128 × 160 by 4", "mma"),
+            ([128, 2560, 9728], "swapped 64 × 160 by 2", "mma"),
+            ([128, 28672, 4096], "swapped 128 × 128 by 1", "mma"),
+            ([129, 2560, 9728], "swapped 64 × 160 by 2", "mma"),
+            ([129, 19456, 2560], "swapped 192 × 160 by 1", "mma"),
+            ([768, 6144, 2560], "swapped 192 × 192 by 1", "mma"),
             ([129, 4096, 4096], "swapped 64 × 160 by 2", "mma"),
             ([192, 28672, 4096], "swapped 128 × 192 by 1", "mma"),
             ([512, 10240, 8192], "wgmma 192", "mma"),

@@ -41,10 +41,12 @@ impl Tuned {
 
 /// Up to so many rows products go by other rules.
 const FROM: u32 = 64;
+/// From more rows on they go by clocks: a card at its power has others than those that the factors are of.
+const UP_TO: u32 = 2048;
 
 /// Where the factors of a tile stand in the table, by [`slot`]; 0 of one that was not timed, else one more.
-const PLACES: [u8; 256] = {
-    let mut places = [0; 256];
+const PLACES: [u8; 512] = {
+    let mut places = [0; 512];
     let mut i = 0;
     while i < TUNED.len() {
         places[slot(TUNED[i].tile).expect("a tile that has a place")] = i as u8 + 1;
@@ -53,17 +55,17 @@ const PLACES: [u8; 256] = {
     places
 };
 
-/// A place for each kind, of 64 or 128 rows, 32 to 256 columns, and 1, 2 or 4 blocks.
+/// A place for each kind, of 64 to 256 rows, 32 to 256 columns, and 1, 2 or 4 blocks.
 const fn slot((kind, bm, bn, cluster): (Kind, u32, u32, u32)) -> Option<usize> {
-    if bm > 128 || bn > 256 || bn == 0 || !bn.is_multiple_of(32) || cluster == 0 || cluster > 4 {
+    if bm > 256 || bm == 0 || bn > 256 || bn == 0 || !bn.is_multiple_of(32) || cluster == 0 || cluster > 4 {
         return None;
     }
     let of_columns = (bn as usize / 32 - 1) * 4 + cluster.ilog2() as usize;
-    Some(kind as usize * 64 + bm as usize / 128 * 32 + of_columns)
+    Some(kind as usize * 128 + (bm as usize / 64 - 1) * 32 + of_columns)
 }
 
-/// Of the loaded tiles that were timed, the one of the least time for a launch; none for few rows, and where the tiles
-/// whose columns are a's rows are not loaded, as for f32 and out of another type than a.
+/// Of the loaded tiles that were timed, the one of the least time for a launch; none for few rows and for very many, and
+/// where the tiles whose columns are a's rows are not loaded, as for f32 and out of another type than a.
 pub(super) fn fastest<'a, T>(
     loaded: &'a [(&'static MatmulVariant, T)],
     is_gated: bool,
@@ -71,7 +73,7 @@ pub(super) fn fastest<'a, T>(
     num_sms: u32,
 ) -> Option<&'a (&'static MatmulVariant, T)> {
     let is_swapped = |tile| matches!(tile, MatmulTile::Swapped { .. });
-    if m <= FROM || !loaded.iter().any(|(variant, _)| is_swapped(variant.tile)) {
+    if m <= FROM || m > UP_TO || !loaded.iter().any(|(variant, _)| is_swapped(variant.tile)) {
         return None;
     }
     let timed = loaded.iter().filter(|(variant, _)| !keeps_out(variant.tile, is_gated));
