@@ -96,7 +96,7 @@ pub(super) unsafe fn end<T: Element>(rows: u32, first_row: u32, col_block: u32, 
             if row < dims.m && col < dims.n {
                 end.quad_to_any(row, col, total);
             }
-            quad += THREADS;
+            quad += thread::block_dim_x();
         }
     }
 }
@@ -598,12 +598,12 @@ unsafe fn unpack<C: Code, T: Element>(packed: &Packed, out: *mut T, dims: &Matmu
 
 /// An entry point of a product.
 macro_rules! entry {
-    ($entry:ident, $type:ident, $blocks:literal, |$a:ident, $packed:ident, $end:ident| $body:expr) => {
+    ($entry:ident, $type:ident, $threads:literal, $blocks:literal, |$a:ident, $packed:ident, $end:ident| $body:expr) => {
         /// Entry point; see the module and `abi::ops::matmul`.
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = $blocks, waits)]
+        #[kernel(max_threads = $threads, min_blocks = $blocks, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             a: *const $type,
@@ -623,7 +623,7 @@ macro_rules! entry {
             let $packed = Packed { codes, scales, zeros, minimums, supers, super_minimums, dims: weight };
             let $end = Epilogue::new(bias, residual, out, &dims, &how);
             let $a = a;
-            // SAFETY: 256 threads, a block per rows and columns, the tile's shared memory — Matmul::run.
+            // SAFETY: the tile's threads and shared memory, a block per rows and columns — Matmul::run.
             unsafe { $body }
         }
     };
@@ -631,7 +631,7 @@ macro_rules! entry {
 
 macro_rules! entries {
     ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident, Simt { rows: $rows:literal };)*) => {
-        $(entry!($entry, $type, 1, |a, packed, end| multiply::<$codes, $type, $rows>(a, &packed, end));)*
+        $(entry!($entry, $type, 256, 1, |a, packed, end| multiply::<$codes, $type, $rows>(a, &packed, end));)*
     };
 }
 abi::matmul_packed_table!(entries);
@@ -640,12 +640,12 @@ abi::matmul_packed_table!(entries);
 #[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entry {
     ($entry:ident, $type:ident, $codes:ident, 64, $tiles:literal, $group:literal) => {
-        entry!($entry, $type, 1, |a, packed, end| {
+        entry!($entry, $type, 256, 1, |a, packed, end| {
             multiply_mma::<$codes, $type, 64, 8, $tiles, $group>(a, &packed, end)
         });
     };
     ($entry:ident, $type:ident, $codes:ident, $rows:literal, $tiles:literal, $group:literal) => {
-        entry!($entry, $type, 2, |a, packed, end| {
+        entry!($entry, $type, 256, 2, |a, packed, end| {
             multiply_mma::<$codes, $type, $rows, { $rows / 8 }, $tiles, $group>(a, &packed, end)
         });
     };
@@ -665,8 +665,8 @@ abi::matmul_packed_mma_table!(mma_entries);
 #[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident, Wgmma { rows: $rows:literal };)*) => {
-        $(entry!($entry, $type, 1, |a, packed, end| {
-            packed_wgmma::multiply::<$codes, $type, $rows, { $rows / 2 }>(a, &packed, end)
+        $(entry!($entry, $type, 384, 1, |a, packed, end| {
+            packed_wgmma::multiply::<$codes, $type, $rows, { $rows / 2 }, { $rows / 4 }>(a, &packed, end)
         });)*
     };
 }

@@ -14,6 +14,7 @@ use super::fp8::{self, Fp8};
 use super::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, OP, Planned, Residual, residual};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
+use crate::kernel::Cut;
 use crate::ladder::Rung;
 use crate::launch::Entry;
 use crate::ops::workspace::Workspace;
@@ -161,7 +162,7 @@ fn suits(tile: PackedTile, layout: &Layout, k: usize) -> bool {
     match tile {
         PackedTile::Simt { .. } => true,
         PackedTile::Mma { group, .. } => takes(group, layout) && k.is_multiple_of(4),
-        PackedTile::Wgmma { .. } => takes(TILE_K, layout) && !layout.minimums && k.is_multiple_of(4),
+        PackedTile::Wgmma { .. } => takes(TILE_K, layout) && !layout.minimums && k.is_multiple_of(8),
     }
 }
 
@@ -332,32 +333,33 @@ impl PackedKernels {
         // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout and size to be the
         // planned ones; the grid covers the product exactly; rows of a are aligned where the tensor cores' kernels
         // take them; shared memory is the tile's.
-        unsafe { entry.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params) }
+        unsafe { entry.launch(stream, [blocks, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 
-    /// The kernel for the planned rows, whether its weight is unpacked, and why.
-    pub(super) fn report(&self, [m, b_rows, k]: [usize; 3]) -> (Option<&Entry>, String, String) {
+    /// The kernel for the planned rows, and how the product is cut up, and why.
+    pub(super) fn report(&self, [m, b_rows, k]: [usize; 3]) -> (Option<&Entry>, Cut) {
+        let cut = |tile: String, threads, why: String| Cut { why, tile, threads };
         if let Some(fp8) = &self.fp8
             && m >= fp8.from()
             && let Some((variant, entry)) = fp8.kernel([m as u32, b_rows as u32, k as u32])
         {
             let why = format!("from {} rows on they are made fp8, as the weight is", fp8.from());
-            return (Some(entry), format!("{:?}", variant.tile), why);
+            return (Some(entry), cut(format!("{:?}", variant.tile), variant.tile.threads(), why));
         }
         if let Some(dense) = &self.dense
             && m >= dense.from
         {
             let why = format!("from {} rows on stripes of {} columns are unpacked", dense.from, dense.stripe);
-            return (Some(&dense.unpack), "dense".into(), why);
+            return (Some(&dense.unpack), cut("dense".into(), THREADS, why));
         }
         let kernels = if self.mma.is_empty() { &self.simt } else { &self.mma };
         match kernels.iter().find(|(choice, _)| m <= choice.max_rows) {
             Some((choice, entry)) => {
                 let tile = choice.variant.tile;
                 let why = format!("{} rows against each tile of the weight", tile.rows());
-                (Some(entry), format!("{tile:?}"), why)
+                (Some(entry), cut(format!("{tile:?}"), tile.threads(), why))
             }
-            None => (None, String::new(), String::new()),
+            None => (None, cut(String::new(), THREADS, String::new())),
         }
     }
 }

@@ -260,8 +260,8 @@ impl Rung for Planned {
             }
             Backend::Int8(int8) => int8.report(),
             Backend::Packed(kernels) => {
-                let (entry, tile, why) = kernels.report([m, b_rows, k]);
-                OptimizationReport::new(OP, &self.device, entry, work, Cut { why, tile, threads: THREADS })
+                let (entry, cut) = kernels.report([m, b_rows, k]);
+                OptimizationReport::new(OP, &self.device, entry, work, cut)
             }
             _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("panels")),
         }

@@ -29,14 +29,24 @@ pub enum PackedTile {
     },
 }
 
-/// Stages of the pipeline by `wgmma`: 64 of k each.
-pub const WGMMA_PACKED_STAGES: u32 = 6;
+/// Stages of the codes by `wgmma`: 64 of k each.
+pub const WGMMA_PACKED_STAGES: u32 = 8;
+/// Stages of a's rows by `wgmma`: 64 of k each.
+pub const WGMMA_PACKED_STAGES_OF_A: u32 = 8;
 
 impl PackedTile {
     /// Rows of a.
     pub const fn rows(self) -> u32 {
         match self {
             PackedTile::Simt { rows } | PackedTile::Mma { rows, .. } | PackedTile::Wgmma { rows } => rows,
+        }
+    }
+
+    /// Threads of a block: by `Wgmma` four warps more load a.
+    pub const fn threads(self) -> u32 {
+        match self {
+            PackedTile::Simt { .. } | PackedTile::Mma { .. } => super::THREADS,
+            PackedTile::Wgmma { .. } => super::THREADS + 128,
         }
     }
 
@@ -50,9 +60,10 @@ impl PackedTile {
                 let staged = 2 * super::WARPS * tiles * rows * crate::weight::TILE_K * 2;
                 if staged > sums { staged } else { sums }
             }
-            // Rows of a, and codes of 8 bits.
+            // Rows of a, with two barriers for each stage, and codes of 8 bits.
             PackedTile::Wgmma { rows } => {
-                WGMMA_PACKED_STAGES * (rows * super::WGMMA_ROW_BYTES + super::WARPS * 1024)
+                WGMMA_PACKED_STAGES_OF_A * (rows * super::WGMMA_ROW_BYTES + 16)
+                    + WGMMA_PACKED_STAGES * super::WARPS * 1024
             }
         }
     }
