@@ -3,6 +3,7 @@
 
 mod activation {
     use abi::ops::matmul::Curve;
+    use cuda_std::cvt::bf16;
     use gpu::tile::activation::{self, *};
 
     /// Largest relative error over `steps` points from `low` to `high`, each divided by `slack` there.
@@ -37,10 +38,10 @@ mod activation {
     fn errors_are_as_stated() {
         let one = |_| 1.0;
         for range in [(-87.0, 90.0), (-3.0, 3.0), (-1e-3, 1e-3)] {
-            let error = worst(silu, |x| x * sigmoid(x), one, range);
+            let error = worst(silu::<f32>, |x| x * sigmoid(x), one, range);
             assert!(error < 0.6 * 2f64.powi(-21), "silu {error:e}");
-            let error =
-                worst(gelu_tanh, |x| x * sigmoid(tanh_argument(x)), |x| 1.0 + tanh_argument(x).abs(), range);
+            let gelu = |x: f64| x * sigmoid(tanh_argument(x));
+            let error = worst(gelu_tanh::<f32>, gelu, |x| 1.0 + tanh_argument(x).abs(), range);
             assert!(error < 0.6 * 2f64.powi(-21), "gelu_tanh {error:e}");
         }
         for range in [(-13.0, 20.0), (-1.5, 1.5), (-1e-3, 1e-3)] {
@@ -50,13 +51,31 @@ mod activation {
         }
     }
 
+    /// Also where e^|x| is beyond f32, and results are still normal numbers.
+    #[test]
+    fn errors_of_16_bits_are_as_stated() {
+        let one = |_| 1.0;
+        let bound = 0.6 * 2f64.powi(-16);
+        for range in [(-87.0, 90.0), (-91.0, -87.0), (-3.0, 3.0), (-1e-3, 1e-3)] {
+            let error = worst(silu::<bf16>, |x| x * sigmoid(x), one, range);
+            assert!(error < bound, "silu {error:e}");
+            let error = worst(activation::sigmoid::<bf16>, sigmoid, one, range);
+            assert!(error < bound, "sigmoid {error:e}");
+        }
+        for range in [(-9.0, 90.0), (-1.0, 1.0)] {
+            let gelu = |x: f64| x * sigmoid(tanh_argument(x));
+            let error = worst(gelu_tanh::<bf16>, gelu, |_| 1.0, range);
+            assert!(error < 2f64.powi(-14), "gelu_tanh {error:e}");
+        }
+    }
+
     #[test]
     fn exponentials_are_as_stated() {
         let one = |_| 1.0;
         for range in [(-87.0, 87.9), (-3.0, 3.0), (-1e-3, 1e-3)] {
             let error = worst(exp, f64::exp, one, range);
             assert!(error < 2f64.powi(-23), "exp {error:e}");
-            let error = worst(activation::sigmoid, sigmoid, one, range);
+            let error = worst(activation::sigmoid::<f32>, sigmoid, one, range);
             assert!(error < 0.6 * 2f64.powi(-21), "sigmoid {error:e}");
             let error = worst(softplus, |x| x.exp().ln_1p(), one, range);
             assert!(error < 2f64.powi(-22), "softplus {error:e}");
@@ -70,10 +89,15 @@ mod activation {
         }
         assert!(tanh(f32::NAN).is_nan());
         assert!(
-            exp(f32::NAN).is_nan() && activation::sigmoid(f32::NAN).is_nan() && softplus(f32::NAN).is_nan()
+            exp(f32::NAN).is_nan()
+                && activation::sigmoid::<f32>(f32::NAN).is_nan()
+                && softplus(f32::NAN).is_nan()
         );
         assert_eq!((exp(f32::INFINITY), exp(f32::NEG_INFINITY), exp(0.0)), (f32::INFINITY, 0.0, 1.0));
-        assert_eq!((activation::sigmoid(f32::INFINITY), activation::sigmoid(f32::NEG_INFINITY)), (1.0, 0.0));
+        assert_eq!(
+            (activation::sigmoid::<f32>(f32::INFINITY), activation::sigmoid::<f32>(f32::NEG_INFINITY)),
+            (1.0, 0.0)
+        );
         assert_eq!((softplus(f32::INFINITY), softplus(f32::NEG_INFINITY)), (f32::INFINITY, 0.0));
         assert_eq!((softplus(f32::MAX), softplus(f32::MIN)), (f32::MAX, 0.0));
         assert_eq!((exp(-105.0), exp(-1e30), exp(89.0)), (0.0, 0.0, f32::INFINITY));
@@ -125,7 +149,9 @@ mod activation {
 
     #[test]
     fn special_values() {
-        for f in [silu, gelu_tanh, gelu_erf] {
+        let all: [fn(f32) -> f32; 5] =
+            [silu::<f32>, gelu_tanh::<f32>, gelu_erf, silu::<bf16>, gelu_tanh::<bf16>];
+        for f in all {
             assert!(f(f32::NAN).is_nan());
             assert_eq!(f(f32::INFINITY), f32::INFINITY);
             assert_eq!(f(f32::NEG_INFINITY).to_bits(), (-0.0f32).to_bits());
@@ -140,7 +166,7 @@ mod activation {
             }
         }
         // Where e^x is subnormal but the result is not.
-        assert!((f64::from(silu(-88.0)) / (-88.0 * (-88f64).exp()) - 1.0).abs() < 1e-6);
+        assert!((f64::from(silu::<f32>(-88.0)) / (-88.0 * (-88f64).exp()) - 1.0).abs() < 1e-6);
     }
 }
 

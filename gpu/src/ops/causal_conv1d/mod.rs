@@ -176,7 +176,7 @@ unsafe fn by_piece<T: Element, const WIDTH: usize, const PAST: usize>(
                             sums[c] = math::fma(weights[j][c], past[j][c], sums[c]);
                             j += 1;
                         }
-                        sums[c] = silu(math::fma(weights[PAST][c], own[c], sums[c]));
+                        sums[c] = silu::<T>(math::fma(weights[PAST][c], own[c], sums[c]));
                         c += 1;
                     }
                     let mut j = 0;
@@ -308,7 +308,7 @@ unsafe fn by_channel<T: Element>(tensors: Tensors<T>, dims: &CausalConv1dDims, s
                 age -= 1;
             }
             let row = (sequence.start + t) as usize * dims.out_stride as usize;
-            global::store(tensors.out.add(row + channel), T::from_f32(silu(sum)));
+            global::store(tensors.out.add(row + channel), T::from_f32(silu::<T>(sum)));
             t += 1;
         }
     }

@@ -80,7 +80,7 @@ impl<T: Element> RawGates<T> {
             let log_decay = log_decay(a_log, a + bias);
             // Not `max`, which would drop a NaN.
             let log_decay = if log_decay < LEAST_LOG_DECAY { LEAST_LOG_DECAY } else { log_decay };
-            Gates { beta: sigmoid(b), log_decay }
+            Gates { beta: sigmoid::<f32>(b), log_decay }
         }
     }
 }

@@ -116,6 +116,16 @@ macro_rules! body {
     };
 }
 
+/// The activation, as exact as the type needs it.
+macro_rules! activation {
+    (gelu_erf, $type:ident) => {
+        gelu_erf
+    };
+    ($function:ident, $type:ident) => {
+        $function::<$type>
+    };
+}
+
 macro_rules! entries {
     ($($entry:ident => $type:ident, $dtype:ident, $function:ident, $activation:ident, $tile:ident;)*) => {$(
         /// Entry point; see the module and `abi::ops::glu`.
@@ -126,7 +136,7 @@ macro_rules! entries {
         #[allow(non_snake_case)]
         pub unsafe fn $entry(gate: *const $type, up: *const $type, out: *mut $type, dims: GluDims) {
             // SAFETY: arguments as the body asks, by `Glu::run`.
-            unsafe { body!($tile)(gate, up, out, &dims, |x| $function(x)) }
+            unsafe { body!($tile)(gate, up, out, &dims, activation!($function, $type)) }
         }
     )*};
 }

@@ -129,7 +129,7 @@ unsafe fn far_row<T: Element>(
             let gain = global::load(weight.add(col as usize)).to_f32() + dims.weight_offset;
             let mut value = value * scale * gain;
             if !gate.is_null() {
-                value *= silu(global::load(gate.add(at.gate + col as usize)).to_f32());
+                value *= silu::<T>(global::load(gate.add(at.gate + col as usize)).to_f32());
             }
             global::store(out.add(at.out + col as usize), T::from_f32(value));
             col = thread::opaque(next(col));
@@ -220,7 +220,7 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
                     T::unpack(global::load_stream_x4(gate.add(at.gate + element(chunk))), &mut gates);
                     let mut j = 0;
                     while j < T::PER_16_BYTES {
-                        values[j] *= silu(gates[j]);
+                        values[j] *= silu::<T>(gates[j]);
                         j += 1;
                     }
                 }
@@ -294,7 +294,7 @@ unsafe fn row_by_element<T: Element>(
             let gain = global::load(weight.add(col as usize)).to_f32() + dims.weight_offset;
             let mut value = value_at(col) * factor * scale * gain;
             if !gate.is_null() {
-                value *= silu(global::load(gate.add(at.gate + col as usize)).to_f32());
+                value *= silu::<T>(global::load(gate.add(at.gate + col as usize)).to_f32());
             }
             global::store(out.add(at.out + col as usize), T::from_f32(value));
             col += members;
