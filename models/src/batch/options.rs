@@ -53,7 +53,7 @@ impl Default for BatchOptions {
             prefix_cache: true,
             max_patches: 0,
             cache_type: CacheType::Model,
-            shared_prefix: SharedPrefix::Off,
+            shared_prefix: SharedPrefix::Auto,
         }
     }
 }

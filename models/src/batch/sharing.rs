@@ -10,9 +10,9 @@ use crate::config::{AttentionConfig, DecoderConfig, MixerConfig};
 #[non_exhaustive]
 pub enum SharedPrefix {
     /// Once for each. Takes no memory.
-    #[default]
     Off,
-    /// Once for all where that should save time: from some MiB on that a layer would read again.
+    /// Once for all where that should save time: from some 100 MiB on that a layer would read again.
+    #[default]
     Auto,
     /// Once for all wherever two sequences share a page: to try what it does.
     Always,
@@ -20,21 +20,19 @@ pub enum SharedPrefix {
 
 /// Bytes that a layer must save for a cascade to pay: those of a prefix, once for each sequence but one. It has two
 /// launches more than a plain attention, or three where parts of the prefix have to be put together, each of which
-/// waits for the one before: some 10 µs, in which a card of 3.3 TB/s reads 32 MiB. A slower card reads less meanwhile,
-/// and gains a little earlier than this says.
-const LEAST_SAVED_BYTES: usize = 32 << 20;
+/// waits for the one before, and reads what is left less evenly: `benches/record/h200/2026-11-28-cascade.md`.
+const LEAST_SAVED_BYTES: usize = 96 << 20;
 
-/// Results that are moved besides for each query and head: two parts are written and read where a plain attention has
-/// none, and their merge is written as its result is.
-const MERGED_ROWS: usize = 4;
+/// Bytes that must be saved besides for each query and column of its heads: its part of the prefix is made, and merged.
+const QUERY_COLUMN_BYTES: usize = 768;
 
 /// When it pays.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sharing {
     /// Bytes of a token's keys and values in a layer that can do it.
     key_bytes: usize,
-    /// Bytes that a query's merge moves in such a layer.
-    merge_bytes: usize,
+    /// Bytes that must be saved in such a layer for each query.
+    query_bytes: usize,
     /// What must be saved besides.
     least_bytes: usize,
 }
@@ -55,10 +53,10 @@ impl Sharing {
         let own = match options.shared_prefix {
             SharedPrefix::Off => return None,
             SharedPrefix::Auto => {
-                let merge_bytes = MERGED_ROWS * q_cols * dtype.bytes();
-                Sharing { key_bytes, merge_bytes, least_bytes: LEAST_SAVED_BYTES }
+                let query_bytes = QUERY_COLUMN_BYTES * q_cols;
+                Sharing { key_bytes, query_bytes, least_bytes: LEAST_SAVED_BYTES }
             }
-            SharedPrefix::Always => Sharing { key_bytes, merge_bytes: 0, least_bytes: 1 },
+            SharedPrefix::Always => Sharing { key_bytes, query_bytes: 0, least_bytes: 1 },
         };
         let most = options.max_sequences;
         own.pays(most, most, options.capacity).then_some(own)
@@ -67,7 +65,7 @@ impl Sharing {
     /// Whether so many sequences, with so many of a step's tokens in all, gain by reading a prefix of so many once.
     pub(super) fn pays(&self, sequences: usize, tokens: usize, prefix: usize) -> bool {
         let again = sequences.saturating_sub(1).saturating_mul(prefix).saturating_mul(self.key_bytes);
-        again >= self.least_bytes.saturating_add(tokens.saturating_mul(self.merge_bytes))
+        again >= self.least_bytes.saturating_add(tokens.saturating_mul(self.query_bytes))
     }
 }
 
@@ -93,23 +91,21 @@ mod tests {
         for (sequences, tokens, prefix, pays) in [
             (32, 32, 2048, true),
             (128, 128, 2048, true),
-            (32, 32, 256, false),
-            (32, 32, 320, true),
-            (4, 4, 2048, false),
-            (4, 4, 4096, true),
+            (32, 32, 512, false),
+            (4, 4, 4096, false),
+            (4, 4, 16384, true),
             (2, 2, 8192, false),
-            (2, 2, 8448, true),
             (1, 1, 1 << 20, false),
-            // Chunks, whose merge moves as much as is saved.
-            (8, 512, 1024, false),
-            (8, 512, 2048, true),
+            // Chunks, which multiply as much as they read.
+            (8, 512, 8192, false),
+            (8, 512, 1 << 20, true),
         ] {
             assert_eq!(own.pays(sequences, tokens, prefix), pays, "{sequences} {tokens} {prefix}");
         }
         // Half of the bytes.
         let fp8 = BatchOptions { cache_type: CacheType::Fp8, ..options };
         let fp8 = Sharing::new(&fp8, &qwen3, DType::BF16).unwrap();
-        assert_eq!([2048, 8192].map(|prefix| fp8.pays(5, 5, prefix)), [false, true]);
+        assert_eq!([8192, 32768].map(|prefix| fp8.pays(5, 5, prefix)), [false, true]);
     }
 
     #[test]
