@@ -18,7 +18,7 @@ use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
     A_IN_PIECES, B_IN_PIECES, B_IS_CONSTANT, MatmulDims, MatmulEpilogue, MatmulNorm, OUT_BY_TMA,
-    OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS, WGMMA_ROW_BYTES, swapped_rows,
+    OUT_IN_PIECES, WGMMA_OUT_ROWS, WGMMA_ROW_BYTES, swapped_rows,
 };
 
 use crate::device::{Device, DeviceLimits, Invariance};
