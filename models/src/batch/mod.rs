@@ -85,8 +85,8 @@ struct Sequence {
 /// page that others hold, which can only be the last, gets a copy of it. Full pages stay known by their tokens: a
 /// sequence that begins with them takes them as they are, also after those that computed them are gone, until their
 /// room is wanted (least recently used first).
-/// **A shared prefix** ([`BatchOptions::shared_prefix`]): where all sequences of a step that have one token, or all that
-/// have several, begin with the same pages, layers of softmax attention read these once for all of them, and what each
+/// **A shared prefix** ([`BatchOptions::shared_prefix`]): where all sequences of a step that have one token, or all
+/// that have several, begin with the same pages, layers of softmax attention read these once for all of them, and what each
 /// has behind them by itself ([`CascadeAttention`](host::ops::attention::CascadeAttention)). Each of the two kinds is
 /// looked at alone, so that a prompt that begins otherwise leaves the decode tokens beside it what they share. A page
 /// counts where every token of the step lies behind it. By [`SharedPrefix::Auto`], the default, it is done where it

@@ -109,8 +109,8 @@ impl<T: Pair, const ROWS: usize> Block<'_, T, ROWS> {
         mbarrier::fence_mbarrier_init();
     }
 
-    /// A producer's tiles of a: words 0 and 2 of a piece go to the first 16 bytes of a step, 1 and 3 to the others. Rows
-    /// behind the last one are that one.
+    /// A producer's tiles of a: words 0 and 2 of a piece go to the first 16 bytes of a step, 1 and 3 to the others.
+    /// Rows behind the last one are that one.
     ///
     /// # Safety
     /// - *converged*: all 32 threads of the warp; rows of a *in-bounds* and aligned to 16 bytes, k a multiple of 8.
@@ -215,9 +215,9 @@ impl<T: Pair, const ROWS: usize> Block<'_, T, ROWS> {
         fragments
     }
 
-    /// A tile's products, which end when this returns; meanwhile the next tile is decoded. `ahead` has the tile's scales
-    /// and `zeros` the next one's zero points; `ahead` is loaded again, two tiles on. `total` gets the sums of a group
-    /// that ends.
+    /// A tile's products, which end when this returns; meanwhile the next tile is decoded. `ahead` has the tile's
+    /// scales and `zeros` the next one's zero points; `ahead` is loaded again, two tiles on. `total` gets the sums of a
+    /// group that ends.
     ///
     /// # Safety
     /// - *converged*: all threads of the warpgroup; as [`Block::ahead`]; `fragments` are the tile's.

@@ -64,8 +64,8 @@ const fn slot((kind, bm, bn, cluster): (Kind, u32, u32, u32)) -> Option<usize> {
     Some(kind as usize * 128 + (bm as usize / 64 - 1) * 32 + of_columns)
 }
 
-/// Of the loaded tiles that were timed, the one of the least time for a launch; none for few rows and for very many, and
-/// where the tiles whose columns are a's rows are not loaded, as for f32 and out of another type than a.
+/// Of the loaded tiles that were timed, the one of the least time for a launch; none for few rows and for very many,
+/// and where the tiles whose columns are a's rows are not loaded, as for f32 and out of another type than a.
 pub(super) fn fastest<'a, T>(
     loaded: &'a [(&'static MatmulVariant, T)],
     is_gated: bool,
