@@ -135,7 +135,7 @@ impl<T: Pair, const ROWS: usize> Block<'_, T, ROWS> {
             // SAFETY: the stage is empty behind the wait, the first time from the beginning on; its rows begin at
             // multiples of 128 bytes, and each lane has its own places.
             unsafe {
-                mbarrier::wait_parity(empty, tile / STAGES_OF_A % 2 ^ 1);
+                mbarrier::wait_parity(empty, (tile / STAGES_OF_A + 1) % 2);
                 let mut i = 0;
                 while i < LOADS {
                     let row = first + i as u32 * ROWS_AT_ONCE;
