@@ -86,11 +86,11 @@ struct Sequence {
 /// sequence that begins with them takes them as they are, also after those that computed them are gone, until their
 /// room is wanted (least recently used first).
 /// **A shared prefix** ([`BatchOptions::shared_prefix`]): where all sequences of a step that have one token, or all
-/// that have several, begin with the same pages, layers of softmax attention read these once for all of them, and what each
-/// has behind them by itself ([`CascadeAttention`](host::ops::attention::CascadeAttention)). Each of the two kinds is
-/// looked at alone, so that a prompt that begins otherwise leaves the decode tokens beside it what they share. A page
-/// counts where every token of the step lies behind it. By [`SharedPrefix::Auto`], the default, it is done where it
-/// should save time, which leaves out few sequences and short prefixes. A batch that never has such a step takes no
+/// that have several, begin with the same pages, layers of softmax attention read these once for all of them, and what
+/// each has behind them by itself ([`CascadeAttention`](host::ops::attention::CascadeAttention)). Each of the two kinds
+/// is looked at alone, so that a prompt that begins otherwise leaves the decode tokens beside it what they share. A
+/// page counts where every token of the step lies behind it. By [`SharedPrefix::Auto`], the default, it is done where
+/// it should save time, which leaves out few sequences and short prefixes. A batch that never has such a step takes no
 /// memory for it; another one has room for two results of each token and head, and where kernels gather keys for those
 /// of one sequence more. Windows and latent attention are read as ever, and so is all under `Invariance::Batch`, since
 /// what is shared depends on the mix.
