@@ -66,8 +66,10 @@ impl<'a> GluArgs<'a> {
 /// `out = act(gate) · up`, with act of [`Activation`]; `out = act(gate)` if there is no up.
 ///
 /// **Arithmetic**: f32, out rounded once. On a card the relative error of act is below 2^-21 for SiLU and the sigmoid,
-/// 2^-20.5 for GELU with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; nothing
-/// cancels for negative gates. Where act is below 2^-126, it has the digits that are left there, also if up is large.
+/// 2^-20.5 for GELU with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; for f16 and
+/// bf16 below 2^-16 for SiLU and the sigmoid, and as much more for GELU with tanh. Nothing cancels for negative gates.
+/// Where act is below 2^-126, it has the digits that are left there, also if up is large; for f16 and bf16, but not of
+/// GELU with erf, those of e^z alone, up to seven bits less: of gates between −92 and −104 for SiLU.
 /// **Extremes**: act(+inf) = inf, act(−inf) = −0 (its limit), for the sigmoid 1 and 0; act(NaN) = NaN; the product is
 /// that of IEEE 754, so that act(−inf) · inf is NaN. **Determinism**: bitwise the same from run to run; a row's result
 /// does not depend on the other rows or their number. **Aliasing**: out may not overlap the other tensors. **Errors**:
