@@ -27,8 +27,14 @@ fn time(bencher: &mut Bencher, case: &MoeRouterCase) -> Result<(), Failure> {
     let &MoeRouterCase { tokens, experts, top_k, score, weights, scale, .. } = case;
     let weight_dtype = DType::F32;
     let (dtype, groups) = (DTYPE, None);
-    let problem =
-        MoeRouterProblem { tokens, experts, top_k, dtype, score, groups, weights, scale, weight_dtype };
+    let problem = MoeRouterProblem {
+        score,
+        groups,
+        weights,
+        scale,
+        weight_dtype,
+        ..MoeRouterProblem::new(tokens, experts, top_k, dtype)
+    };
     let plan = MoeRouter::plan(&bencher.device, problem)?;
     let report = plan.report();
     let is_sigmoid = score == RouterScore::Sigmoid;
@@ -56,7 +62,10 @@ fn time(bencher: &mut Bencher, case: &MoeRouterCase) -> Result<(), Failure> {
     })?;
     let run = |stream: &Stream, set: &mut Set| {
         let (ids, weights) = (set.ids.view_mut(), set.weights.view_mut());
-        plan.run(stream, MoeRouterArgs { logits: set.logits.view(), bias: bias(), ids, weights })
+        plan.run(
+            stream,
+            MoeRouterArgs { bias: bias(), ..MoeRouterArgs::new(set.logits.view(), ids, weights) },
+        )
     };
     let verify = |stream: &Stream, set: &Set| {
         let logits: Vec<bf16> = set.logits.view().slice(0, 0..1)?.to_vec(stream)?;

@@ -86,6 +86,7 @@ impl Case {
             weights: RouterWeights::Normalised,
             scale: 1.0,
             weight_dtype: DType::F32,
+            sort: None,
         }
     }
 }
@@ -194,8 +195,7 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
         (empty(&[pairs, 2 * intermediate], dtype)?, empty(&[pairs, intermediate], dtype)?);
     let (mut y, mut out) = (empty(&[pairs, hidden], dtype)?, empty(&[tokens, hidden], dtype)?);
 
-    let args =
-        MoeRouterArgs { logits: logits.view(), bias: None, ids: ids.view_mut(), weights: weights.view_mut() };
+    let args = MoeRouterArgs::new(logits.view(), ids.view_mut(), weights.view_mut());
     MoeRouter::plan(device, case.router())?.run(stream, args)?;
     let args = MoePermuteArgs {
         ids: ids.view(),

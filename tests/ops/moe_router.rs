@@ -5,8 +5,10 @@ use abi::ops::moe_router::{MoeRouterVariant, VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Rng, Values, any_values, dims, dims_from, stride_padding};
+use warpforge::ops::moe_permute;
 use warpforge::ops::moe_router::{
-    ExpertGroups, MoeRouter, MoeRouterArgs, MoeRouterProblem, RouterScore, RouterWeights, reference,
+    ExpertGroups, MoeRouter, MoeRouterArgs, MoeRouterProblem, MoeRouterStage, OwnExperts, RouterScore,
+    RouterWeights, SORT_TOKENS, SortedPairs, reference,
 };
 use warpforge::{DType, Device, Error, Tensor};
 
@@ -28,10 +30,12 @@ struct Case {
 }
 
 impl Case {
-    /// A warp per token: a key is touched some four times, and each choice waits ten times.
+    /// A warp per token: a key is touched some four times, and each choice waits ten times. To sort, each pair and
+    /// expert goes over all pairs.
     fn work(&self) -> usize {
-        let MoeRouterProblem { tokens, experts, top_k, .. } = self.problem;
-        tokens.next_multiple_of(4) * (8 * experts * top_k / 8 + 8 * experts + 32 * 40 * (top_k + 4))
+        let MoeRouterProblem { tokens, experts, top_k, sort, .. } = self.problem;
+        let sort = sort.map_or(0, |own| tokens * top_k * (tokens * top_k + own.experts) * 4);
+        sort + tokens.next_multiple_of(4) * (8 * experts * top_k / 8 + 8 * experts + 32 * 40 * (top_k + 4))
     }
 
     fn bias(&self) -> Option<Vec<f64>> {
@@ -86,9 +90,14 @@ fn case() -> impl Strategy<Value = Case> {
         any::<bool>(),
     );
     let layout = (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9]);
-    ((floats(), dims(&[4], 21), sizes()), options, layout, kind, any::<u64>()).prop_map(
-        |((dtype, tokens, (experts, groups, top_k)), options, (padding, offset), kind, seed)| {
+    let sorts = prop_oneof![1 => Just(None), 1 => any::<[prop::sample::Index; 2]>().prop_map(Some)];
+    ((floats(), dims(&[4, 8], 21), sizes(), sorts), options, layout, kind, any::<u64>()).prop_map(
+        |((dtype, tokens, (experts, groups, top_k), sorts), options, (padding, offset), kind, seed)| {
             let (score, weights, scale, weight_dtype, has_bias) = options;
+            let sort = sorts.filter(|_| tokens <= SORT_TOKENS as usize).map(|[first, own]| {
+                let first_expert = first.index(experts);
+                OwnExperts { first_expert, experts: own.index(experts - first_expert) + 1 }
+            });
             let problem = MoeRouterProblem {
                 tokens,
                 experts,
@@ -99,6 +108,7 @@ fn case() -> impl Strategy<Value = Case> {
                 weights,
                 scale,
                 weight_dtype,
+                sort,
             };
             let logits = logits(kind, dtype, tokens * experts, seed);
             Case { problem, has_bias, layout: Layout { padding, offset }, logits, seed: !seed }
@@ -126,10 +136,31 @@ fn route(
     let bias = bias.as_ref().map(|bias| bias.view().reshape(&[experts])).transpose().map_err(fail)?;
     let mut ids = Rows::output(&stream, DType::U32, tokens, top_k, place).map_err(fail)?;
     let mut weights = Rows::output(&stream, DType::F32, tokens, top_k, place).map_err(fail)?;
-    let args =
-        MoeRouterArgs { logits: logits.view(), bias, ids: ids.view_mut(), weights: weights.view_mut() };
+    let output = |rows, cols| Rows::output(&stream, DType::U32, rows, cols, place).map_err(fail);
+    let own = case.problem.sort.unwrap_or(OwnExperts { first_expert: 0, experts: 0 });
+    let (mut offsets, mut order, mut positions) =
+        (output(1, own.experts + 1)?, output(tokens, top_k)?, output(tokens, top_k)?);
+    let sorted = case.problem.sort.map(|own| {
+        Ok::<_, Error>(SortedPairs {
+            offsets: offsets.view_mut().reshape(&[own.experts + 1])?,
+            order: order.view_mut().reshape(&[tokens * top_k])?,
+            positions: positions.view_mut(),
+        })
+    });
+    let sorted = sorted.transpose().map_err(fail)?;
+    let (to_ids, to_weights) = (ids.view_mut(), weights.view_mut());
+    let args = MoeRouterArgs { bias, sorted, ..MoeRouterArgs::new(logits.view(), to_ids, to_weights) };
     plan.run(&stream, args).map_err(fail)?;
-    Ok((ids.read(&stream)?.into_iter().map(|id| id as u32).collect(), weights.read(&stream)?))
+    let words = |rows: &Rows| -> Result<Vec<u32>, TestCaseError> {
+        Ok(rows.read(&stream)?.into_iter().map(|value| value as u32).collect())
+    };
+    let ids = words(&ids)?;
+    if let Some(OwnExperts { first_expert, experts }) = case.problem.sort {
+        let want = moe_permute::reference::moe_permute(&ids, first_expert..first_expert + experts);
+        let got = (words(&offsets)?, words(&order)?, words(&positions)?);
+        prop_assert_eq!(got, want, "{:?} on {:?}", case.problem, device);
+    }
+    Ok((ids, weights.read(&stream)?))
 }
 
 /// The relative error of a weight: those of its score and of the sum, which the exponents magnify.
@@ -173,7 +204,9 @@ fn run(
 /// The wanted kernels that can do the case.
 fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     for device in cards {
-        for variant in VARIANTS.iter().filter(|v| v.dtype == case.problem.dtype && wanted(v.entry)) {
+        let stage = if case.problem.sort.is_some() { MoeRouterStage::Sort } else { MoeRouterStage::Route };
+        let fits = |v: &&MoeRouterVariant| v.dtype == case.problem.dtype && v.stage == stage;
+        for variant in VARIANTS.iter().filter(fits).filter(|v| wanted(v.entry)) {
             run(device, case, Some(variant))?;
         }
     }
@@ -240,6 +273,7 @@ fn choices_are_exact() -> Result<(), TestCaseError> {
             weights: RouterWeights::Normalised,
             scale,
             weight_dtype: DType::F32,
+            sort: None,
         };
         let logits = values(Values::Normal, DType::F32, 12 * 64, 11);
         let case = Case { problem, has_bias, layout: Layout::default(), logits, seed: 5 };
@@ -279,6 +313,7 @@ fn ties_and_nan() -> Result<(), TestCaseError> {
                 weights: RouterWeights::Normalised,
                 scale: 1.0,
                 weight_dtype: DType::F32,
+                sort: None,
             };
             let case =
                 Case { problem, has_bias: false, layout: Layout::default(), logits: logits.into(), seed: 0 };
@@ -308,6 +343,7 @@ fn bad_input() -> Result<(), Error> {
         weights: RouterWeights::Scores,
         scale: 1.0,
         weight_dtype: DType::F32,
+        sort: None,
     };
     for device in &devices() {
         let stream = device.stream()?;
@@ -316,12 +352,8 @@ fn bad_input() -> Result<(), Error> {
         let message = |logits: &[usize], bias: &[usize], ids: &[usize], weights: DType| {
             let (logits, bias) = (tensor(logits, DType::F32)?, tensor(bias, DType::F32)?);
             let (mut ids, mut weights) = (tensor(ids, DType::U32)?, tensor(&[4, 2], weights)?);
-            let args = MoeRouterArgs {
-                logits: logits.view(),
-                bias: Some(bias.view()),
-                ids: ids.view_mut(),
-                weights: weights.view_mut(),
-            };
+            let args = MoeRouterArgs::new(logits.view(), ids.view_mut(), weights.view_mut());
+            let args = MoeRouterArgs { bias: Some(bias.view()), ..args };
             Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
         };
         let f32 = DType::F32;
@@ -370,6 +402,38 @@ fn bad_input() -> Result<(), Error> {
             refused(MoeRouterProblem { weight_dtype: DType::I8, ..good }),
             "moe_router: problem: expected weight_dtype f32, f16 or bf16, got i8"
         );
+        let sort = |first_expert, experts| Some(OwnExperts { first_expert, experts });
+        assert_eq!(
+            refused(MoeRouterProblem { tokens: 9, sort: sort(0, 8), ..good }),
+            "moe_router: problem: expected at most 8 tokens and 1024 experts to sort, got 9 tokens and 8 experts"
+        );
+        assert_eq!(
+            refused(MoeRouterProblem { sort: sort(usize::MAX, 2), ..good }),
+            format!(
+                "moe_router: problem: expected to sort by some of the 8 experts, got 2 from {} on",
+                usize::MAX
+            )
+        );
+        assert_eq!(
+            refused(MoeRouterProblem { sort: sort(8, 0), ..good }),
+            "moe_router: problem: expected to sort by some of the 8 experts, got 0 from 8 on"
+        );
+        let sorting = MoeRouter::plan(device, MoeRouterProblem { sort: sort(2, 3), ..good })?;
+        let logits = tensor(&[4, 8], f32)?;
+        let sorted = |offsets: usize| -> Result<String, Error> {
+            let (mut ids, mut weights) = (tensor(&[4, 2], DType::U32)?, tensor(&[4, 2], f32)?);
+            let (mut starts, mut order) = (tensor(&[offsets], DType::U32)?, tensor(&[8], DType::U32)?);
+            let mut positions = tensor(&[4, 2], DType::U32)?;
+            let args = MoeRouterArgs::new(logits.view(), ids.view_mut(), weights.view_mut());
+            let (offsets, order) = (starts.view_mut(), order.view_mut());
+            let sorted = Some(SortedPairs { offsets, order, positions: positions.view_mut() });
+            Ok(sorting.run(&stream, MoeRouterArgs { sorted, ..args }).unwrap_err().to_string())
+        };
+        assert_eq!(sorted(9)?, "moe_router: offsets: expected shape [4], got [9]");
+        let (mut ids, mut weights) = (tensor(&[4, 2], DType::U32)?, tensor(&[4, 2], f32)?);
+        let args = MoeRouterArgs::new(logits.view(), ids.view_mut(), weights.view_mut());
+        let message = sorting.run(&stream, args).unwrap_err().to_string();
+        assert_eq!(message, "moe_router: sorted: expected tensors, as planned, got none");
         assert_eq!(
             refused(MoeRouterProblem { scale: f32::NAN, ..good }),
             "moe_router: problem: expected a finite scale, got NaN"

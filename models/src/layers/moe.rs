@@ -17,7 +17,9 @@ use host::ops::grouped_matmul::{GroupedMatmulProblem, GroupedRows};
 use host::ops::matmul::{Matmul, MatmulProblem};
 use host::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
 use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
-use host::ops::moe_router::{MoeRouter, MoeRouterArgs, MoeRouterProblem};
+use host::ops::moe_router::{
+    MoeRouter, MoeRouterArgs, MoeRouterProblem, OwnExperts, SORT_TOKENS, SortedPairs,
+};
 use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
 
@@ -114,7 +116,8 @@ pub(crate) struct MoeBlock {
 struct MoePlans {
     logits: Matmul,
     router: MoeRouter,
-    permute: MoePermute,
+    /// None for few tokens, whose pairs the router sorts.
+    permute: Option<MoePermute>,
     /// Of the experts; none at a rank that has none of their columns.
     experts: Option<ExpertPlans>,
     combine: MoeCombine,
@@ -149,7 +152,11 @@ impl MoePlans {
             weights,
             scale,
             weight_dtype,
+            sort: None,
         };
+        let own = OwnExperts { first_expert: moe.experts.start, experts: moe.experts.len() };
+        let sorting = MoeRouterProblem { sort: Some(own), ..choice };
+        let sorts = tokens <= SORT_TOKENS as usize && MoeRouter::supports(device, &sorting).is_ok();
         let product = |weights: &ProjectionWeight, n, k, from| {
             let problem = GroupedMatmulProblem::new(rows, moe.experts.len(), n, k, dtype);
             ExpertsPlan::new(phase, weights, GroupedMatmulProblem { from, ..problem })
@@ -157,7 +164,7 @@ impl MoePlans {
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
         let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
         let from = GroupedRows::Gathered { fan_out: top_k };
-        let (own, first_expert) = (moe.experts.len(), moe.experts.start);
+        let OwnExperts { first_expert, experts: own } = own;
         let own = MoePermuteProblem { first_expert, ..MoePermuteProblem::new(tokens, top_k, own) };
         let plans = || -> Result<_, Error> {
             Ok(ExpertPlans {
@@ -168,19 +175,16 @@ impl MoePlans {
         };
         Ok(MoePlans {
             logits: Matmul::plan(device, logits)?,
-            router: MoeRouter::plan(device, choice)?,
-            permute: MoePermute::plan(device, own)?,
+            router: MoeRouter::plan(device, if sorts { sorting } else { choice })?,
+            permute: (!sorts).then(|| MoePermute::plan(device, own)).transpose()?,
             experts: (inner > 0).then(plans).transpose()?,
             combine: MoeCombine::plan(device, combine)?,
         })
     }
 
     fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports = vec![
-            self.logits.optimization_report(),
-            self.router.optimization_report(),
-            self.permute.optimization_report(),
-        ];
+        let mut reports = vec![self.logits.optimization_report(), self.router.optimization_report()];
+        reports.extend(self.permute.iter().map(Kernel::optimization_report));
         if let Some(ExpertPlans { gate_up, glu, down }) = &self.experts {
             reports.extend(gate_up.reports());
             reports.push(glu.optimization_report());
@@ -248,23 +252,30 @@ impl MoeBlock {
         let mut ids = self.ids.view_mut().slice(0, rows.clone())?;
         let mut pair_weights = self.weights.view_mut().slice(0, rows.clone())?;
         weights.router.run(stream, &plans.logits, x, logits.reborrow())?;
+        let mut order = self.order.view_mut().slice(0, pairs.clone())?;
+        let mut positions = self.positions.view_mut().slice(0, rows.clone())?;
+        let sorted = plans.permute.is_none().then(|| SortedPairs {
+            offsets: self.offsets.view_mut(),
+            order: order.reborrow(),
+            positions: positions.reborrow(),
+        });
         let args = MoeRouterArgs {
             logits: logits.as_view().slice(1, 0..num_experts)?,
             bias: weights.correction_bias.as_ref().map(Constant::view),
             ids: ids.reborrow(),
             weights: pair_weights.reborrow(),
+            sorted,
         };
         plans.router.run(stream, args)?;
-
-        let mut order = self.order.view_mut().slice(0, pairs.clone())?;
-        let mut positions = self.positions.view_mut().slice(0, rows.clone())?;
-        let args = MoePermuteArgs {
-            ids: ids.as_view(),
-            offsets: self.offsets.view_mut(),
-            order: order.reborrow(),
-            positions: positions.reborrow(),
-        };
-        plans.permute.run(stream, args)?;
+        if let Some(permute) = &plans.permute {
+            let args = MoePermuteArgs {
+                ids: ids.as_view(),
+                offsets: self.offsets.view_mut(),
+                order: order.reborrow(),
+                positions: positions.reborrow(),
+            };
+            permute.run(stream, args)?;
+        }
 
         let offsets = self.offsets.view();
         let mut gate_up = self.gate_up.view_mut().slice(0, pairs.clone())?;

@@ -28,9 +28,13 @@ pub struct MoeRouterDims {
     pub options: u32,
     /// What weights are multiplied by.
     pub scale: f32,
+    /// Of the experts by which pairs are sorted, the first.
+    pub first_expert: u32,
+    /// And how many there are.
+    pub own_experts: u32,
 }
 
-const _: () = assert!(size_of::<MoeRouterDims>() == 36);
+const _: () = assert!(size_of::<MoeRouterDims>() == 44);
 impl crate::Params for MoeRouterDims {}
 
 /// In [`MoeRouterDims::options`]: a score is the sigmoid of its logit; else the softmax over all experts.
@@ -50,18 +54,48 @@ pub const MAX_TOP_K: u32 = 32;
 pub const MAX_GROUPS: u32 = 32;
 /// Tokens of a block, a warp each.
 pub const WARPS: u32 = 4;
-/// Threads of a block.
-pub const THREADS: u32 = 32 * WARPS;
+/// Most tokens whose pairs are sorted too: those of the one block, a warp each.
+pub const SORT_TOKENS: u32 = 8;
+/// Most experts of such tokens.
+pub const MAX_SORT_EXPERTS: u32 = 1024;
 
 /// Added to the sum that sigmoid weights are divided by.
 const SIGMOID_EPS: f32 = 1e-20;
 
-/// Dynamic shared memory of a block in bytes.
-pub const fn smem_bytes(experts: u32) -> u32 {
-    WARPS * experts * 4
+/// Where a block that sorts keeps the experts of its pairs, in shared memory, behind the keys.
+pub const fn chosen_at(experts: u32) -> u32 {
+    SORT_TOKENS * experts * 4
 }
 
-const _: () = assert!(smem_bytes(MAX_EXPERTS) <= 48 << 10);
+/// What a kernel does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MoeRouterStage {
+    /// Finds the experts of tokens, and their weights.
+    Route,
+    /// Sorts the pairs of tokens and experts too.
+    Sort,
+}
+
+impl MoeRouterStage {
+    /// Tokens of a block, a warp each.
+    pub const fn warps(self) -> u32 {
+        match self {
+            MoeRouterStage::Route => WARPS,
+            MoeRouterStage::Sort => SORT_TOKENS,
+        }
+    }
+
+    /// Dynamic shared memory of a block in bytes.
+    pub const fn smem_bytes(self, experts: u32) -> u32 {
+        match self {
+            MoeRouterStage::Route => WARPS * experts * 4,
+            MoeRouterStage::Sort => chosen_at(experts) + SORT_TOKENS * MAX_TOP_K * 4,
+        }
+    }
+}
+
+const _: () = assert!(MoeRouterStage::Route.smem_bytes(MAX_EXPERTS) <= 48 << 10);
+const _: () = assert!(MoeRouterStage::Sort.smem_bytes(MAX_SORT_EXPERTS) <= 48 << 10);
 
 /// How the logits of a token become scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -111,6 +145,8 @@ pub struct MoeRouterVariant {
     pub entry: &'static str,
     /// Type of the logits.
     pub dtype: DType,
+    /// What it does.
+    pub stage: MoeRouterStage,
 }
 
 /// Hands every row of the table to the macro `$callback`.
@@ -118,18 +154,24 @@ pub struct MoeRouterVariant {
 macro_rules! moe_router_table {
     ($callback:path) => {
         $callback! {
-            moe_router_f32__warp__sm61 => f32, F32;
-            moe_router_f16__warp__sm61 => f16, F16;
-            moe_router_bf16__warp__sm61 => bf16, BF16;
+            moe_router_f32__warp__sm61 => f32, F32, Route;
+            moe_router_f16__warp__sm61 => f16, F16, Route;
+            moe_router_bf16__warp__sm61 => bf16, BF16, Route;
+            moe_router_f32__sort__sm61 => f32, F32, Sort;
+            moe_router_f16__sort__sm61 => f16, F16, Sort;
+            moe_router_bf16__sort__sm61 => bf16, BF16, Sort;
         }
     };
 }
 
 macro_rules! variants {
-    ($($entry:ident => $type:ident, $dtype:ident;)*) => {
+    ($($entry:ident => $type:ident, $dtype:ident, $stage:ident;)*) => {
         /// Every kernel of the operator.
-        pub const VARIANTS: &[MoeRouterVariant] =
-            &[$(MoeRouterVariant { entry: stringify!($entry), dtype: DType::$dtype }),*];
+        pub const VARIANTS: &[MoeRouterVariant] = &[$(MoeRouterVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            stage: MoeRouterStage::$stage,
+        }),*];
     };
 }
 moe_router_table!(variants);

@@ -1,6 +1,7 @@
 //! Router of a mixture of experts: scores, choice and weights of a token's experts.
 //!
-//! Work split: a warp per token, four to a block. Lane l has the experts l, l + 32, …, whose order it keeps as integer
+//! Work split: a warp per token, four to a block; eight where the block sorts the pairs too, of all tokens that there
+//! are. Lane l has the experts l, l + 32, …, whose order it keeps as integer
 //! keys in shared memory (`abi::ops::sampling::key`), one more than the key, so that 0 says *not to be chosen*:
 //!
 //! ```text
@@ -12,13 +13,15 @@
 //!    the others become 0
 //! 5. top_k times: the largest key of the warp, the lowest expert among equals; its lane makes it 0 and finds its next
 //! 6. lane j: the weight of the expert that was chosen j-th
+//! 7. to sort: a thread per pair counts those that come before it, a thread per expert the pairs of those below it
 //! ```
 //!
 //! Some hundred bytes to a few kilobytes per token: bound by latency, of which step 5 is the most. Rows are read once,
 //! by neighbouring lanes side by side; pieces of 16 bytes would leave most lanes without work.
 
+use abi::ops::moe_permute::NO_POSITION;
 use abi::ops::moe_router::{
-    MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16, SIGMOID, Scores, WARPS, weight,
+    MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16, SIGMOID, SORT_TOKENS, Scores, WARPS, chosen_at, weight,
 };
 use abi::ops::sampling::{key, logit};
 use cuda_std::cvt::{Element, bf16, f16};
@@ -44,25 +47,22 @@ unsafe fn best((mut key, mut index): (u32, u32)) -> (u32, u32) {
     (key, index)
 }
 
-/// Routes this warp's token.
+/// Routes a token by this warp. A lane's result is its expert, if it is below top_k.
 ///
 /// # Safety
-/// - Blocks of 32 · [`WARPS`] threads; `bias` is null or holds `experts` numbers; tensors *in-bounds* for `dims` —
-///   checked in `MoeRouter::run`.
-/// - *exclusive*: `WARPS · experts` words of dynamic shared memory are used for nothing else.
+/// - *converged*: all lanes of the warp, and the token below `tokens`; `bias` is null or holds `experts` numbers;
+///   tensors *in-bounds* for `dims` — checked in `MoeRouter::run`.
+/// - *exclusive*: `experts` words of dynamic shared memory for each warp are used for nothing else.
 #[inline(always)]
 unsafe fn route<T: Element>(
+    token: u32,
     logits: *const T,
     bias: *const f32,
     ids: *mut u32,
     weights: *mut f32,
     dims: &MoeRouterDims,
-) {
-    let token = thread::block_idx_x() * WARPS + thread::warp_idx();
+) -> u32 {
     let (lane, experts) = (thread::lane(), dims.experts);
-    if token >= dims.tokens {
-        return;
-    }
     let row = logits.wrapping_add(token as usize * dims.logits_stride as usize);
     let keys = shared::base() + thread::warp_idx() * experts * 4;
     let at = |expert: u32| keys + 4 * expert;
@@ -154,6 +154,49 @@ unsafe fn route<T: Element>(
             global::store(ids.add(to), chosen);
             global::store(weights.add(to), rounded);
         }
+        chosen
+    }
+}
+
+/// Sorts the block's pairs by expert, as `moe_permute` does: a pair's place is the number of pairs before it.
+///
+/// # Safety
+/// - *converged*: all threads of a block of `32 · SORT_TOKENS`, behind a barrier after which the experts of all pairs
+///   are at `chosen`; `offsets` holds `own_experts + 1` numbers, `order` and `positions` one for each pair — checked in
+///   `MoeRouter::run`.
+#[inline(always)]
+unsafe fn sort(chosen: u32, offsets: *mut u32, order: *mut u32, positions: *mut u32, dims: &MoeRouterDims) {
+    let pairs = dims.tokens * dims.top_k;
+    // SAFETY: words of pairs that there are, places below `pairs`, each of one pair; experts up to `own_experts`.
+    unsafe {
+        // Of an expert below the first the difference wraps: it is none of those here.
+        let bin = |pair: u32| {
+            let expert = shared::load_u32(chosen + 4 * pair);
+            expert.wrapping_sub(dims.first_expert).min(dims.own_experts)
+        };
+        let pair = thread::thread_idx_x();
+        if pair < pairs {
+            let own = bin(pair);
+            let (mut place, mut other) = (0, 0);
+            while other < pairs {
+                let bin = bin(other);
+                place += u32::from(bin < own || (bin == own && other < pair));
+                other += 1;
+            }
+            global::store(order.add(place as usize), pair);
+            let position = if own < dims.own_experts { place } else { NO_POSITION };
+            global::store(positions.add(pair as usize), position);
+        }
+        let mut expert = thread::thread_idx_x();
+        while expert <= dims.own_experts {
+            let (mut offset, mut other) = (0, 0);
+            while other < pairs {
+                offset += u32::from(bin(other) < expert);
+                other += 1;
+            }
+            global::store(offsets.add(expert as usize), offset);
+            expert += 32 * SORT_TOKENS;
+        }
     }
 }
 
@@ -201,8 +244,8 @@ unsafe fn drop_groups(dims: &MoeRouterDims, at: impl Fn(u32) -> u32, value: impl
     }
 }
 
-macro_rules! entries {
-    ($($entry:ident => $type:ident, $dtype:ident;)*) => {$(
+macro_rules! entry {
+    ($entry:ident, $type:ident, Route) => {
         /// Entry point; see the module and `abi::ops::moe_router`.
         ///
         /// # Safety
@@ -216,9 +259,50 @@ macro_rules! entries {
             weights: *mut f32,
             dims: MoeRouterDims,
         ) {
-            // SAFETY: the same contract.
-            unsafe { route(logits, bias, ids, weights, &dims) }
+            let token = thread::block_idx_x() * WARPS + thread::warp_idx();
+            if token < dims.tokens {
+                // SAFETY: a token that there is, the same for all lanes; the rest is the same contract.
+                unsafe { route(token, logits, bias, ids, weights, &dims) };
+            }
         }
-    )*};
+    };
+    ($entry:ident, $type:ident, Sort) => {
+        /// Entry point; see the module and `abi::ops::moe_router`.
+        ///
+        /// # Safety
+        /// - Arguments as `MoeRouter::run` checks them.
+        #[kernel(max_threads = 256)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            logits: *const $type,
+            bias: *const f32,
+            ids: *mut u32,
+            weights: *mut f32,
+            offsets: *mut u32,
+            order: *mut u32,
+            positions: *mut u32,
+            dims: MoeRouterDims,
+        ) {
+            let (token, lane) = (thread::warp_idx(), thread::lane());
+            let chosen = shared::base() + chosen_at(dims.experts);
+            // SAFETY: as above; each word of `chosen` is one lane's, and read behind the barrier.
+            unsafe {
+                if token < dims.tokens {
+                    let expert = route(token, logits, bias, ids, weights, &dims);
+                    if lane < dims.top_k {
+                        shared::store_u32(chosen + 4 * (token * dims.top_k + lane), expert);
+                    }
+                }
+                thread::sync_threads();
+                sort(chosen, offsets, order, positions, &dims);
+            }
+        }
+    };
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $stage:ident;)*) => {
+        $(entry!($entry, $type, $stage);)*
+    };
 }
 abi::moe_router_table!(entries);

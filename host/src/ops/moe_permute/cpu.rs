@@ -4,7 +4,7 @@ use abi::ops::moe_permute::NO_POSITION;
 
 use super::{MoePermuteArgs, MoePermuteProblem};
 
-pub(super) fn run(problem: &MoePermuteProblem, args: &mut MoePermuteArgs<'_>) {
+pub(in crate::ops) fn run(problem: &MoePermuteProblem, args: &mut MoePermuteArgs<'_>) {
     let &MoePermuteProblem { experts, first_expert, .. } = problem;
     let ids = args.ids.host_slice::<u32>();
     let offsets = args.offsets.host_slice_mut::<u32>();

@@ -1,7 +1,7 @@
 //! (token, expert) pairs sorted by expert: [`MoePermute`].
 
 mod cases;
-mod cpu;
+pub(super) mod cpu;
 pub mod reference;
 mod select;
 

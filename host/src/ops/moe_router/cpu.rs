@@ -8,7 +8,8 @@ use abi::ops::moe_router::{MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16, SIG
 use abi::ops::sampling::{key, logit};
 use half::{bf16, f16};
 
-use super::MoeRouterArgs;
+use super::{MoeRouterArgs, MoeRouterProblem, OwnExperts, SortedPairs};
+use crate::ops::moe_permute::{self, MoePermuteArgs, MoePermuteProblem};
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
@@ -17,11 +18,21 @@ thread_local! {
     static KEYS: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
 }
 
-pub(super) fn run(dtype: DType, dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
-    match dtype {
+pub(super) fn run(problem: &MoeRouterProblem, dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
+    match problem.dtype {
         DType::F16 => tokens::<f16>(dims, args),
         DType::BF16 => tokens::<bf16>(dims, args),
         _ => tokens::<f32>(dims, args),
+    }
+    if let (Some(own), Some(SortedPairs { offsets, order, positions })) = (problem.sort, &mut args.sorted) {
+        let OwnExperts { first_expert, experts } = own;
+        let MoeRouterProblem { tokens, top_k, .. } = *problem;
+        let problem = MoePermuteProblem { tokens, top_k, experts, first_expert };
+        let (offsets, order, positions) = (offsets.reborrow(), order.reborrow(), positions.reborrow());
+        moe_permute::cpu::run(
+            &problem,
+            &mut MoePermuteArgs::new(args.ids.as_view(), offsets, order, positions),
+        );
     }
 }
 

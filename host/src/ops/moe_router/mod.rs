@@ -7,19 +7,19 @@ mod select;
 
 use abi::DType;
 use abi::ops::moe_router::{
-    MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16, SIGMOID, THREADS,
-    WARPS, smem_bytes,
+    MAX_EXPERTS, MAX_GROUPS, MAX_SORT_EXPERTS, MAX_TOP_K, MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16,
+    SIGMOID,
 };
 
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::kernel::{Work, count};
-use crate::launch::Entry;
+use crate::launch::{Entry, Param};
 use crate::ops::check_size;
 use crate::plan::{Check, Choice, Operator, Plan, Run, no_float, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
-pub use abi::ops::moe_router::{MoeRouterVariant, VARIANTS};
+pub use abi::ops::moe_router::{MoeRouterStage, MoeRouterVariant, SORT_TOKENS, VARIANTS};
 pub use cases::{CASES, MoeRouterCase, samples};
 pub use select::select;
 
@@ -52,6 +52,15 @@ pub struct ExpertGroups {
     pub top_groups: usize,
 }
 
+/// Experts by which pairs are sorted: those that are here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct OwnExperts {
+    /// The id of the first.
+    pub first_expert: usize,
+    /// How many there are.
+    pub experts: usize,
+}
+
 /// What is to be routed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoeRouterProblem {
@@ -73,11 +82,14 @@ pub struct MoeRouterProblem {
     pub scale: f32,
     /// The weights are rounded to this type, and stored in f32.
     pub weight_dtype: DType,
+    /// Pairs of tokens and experts are sorted too, as [`super::moe_permute`] does, in the same launch: of at most
+    /// [`SORT_TOKENS`] tokens and 1024 experts. None: they are not.
+    pub sort: Option<OwnExperts>,
 }
 
 impl MoeRouterProblem {
     /// With what it must have, and otherwise as Mixtral: `score: RouterScore::Softmax`, `groups: None`, `weights:
-    /// RouterWeights::Scores`, `scale: 1.0`, `weight_dtype: DType::F32`.
+    /// RouterWeights::Scores`, `scale: 1.0`, `weight_dtype: DType::F32`, `sort: None`.
     pub fn new(tokens: usize, experts: usize, top_k: usize, dtype: DType) -> Self {
         MoeRouterProblem {
             tokens,
@@ -89,9 +101,24 @@ impl MoeRouterProblem {
             weights: RouterWeights::Scores,
             scale: 1.0,
             weight_dtype: DType::F32,
+            sort: None,
         }
     }
 }
+
+/// Where sorted pairs go: all contiguous and u32, as [`MoePermuteArgs`](super::moe_permute::MoePermuteArgs) has them.
+#[derive(Debug)]
+pub struct SortedPairs<'a> {
+    /// `[own experts + 1]`: where each expert's pairs begin in the order; the last, where those of no expert do.
+    pub offsets: TensorViewMut<'a>,
+    /// `[tokens · top_k]`: the pairs, `token · top_k + j`, sorted by expert, then as they were.
+    pub order: TensorViewMut<'a>,
+    /// `[tokens, top_k]`: where each pair is in the order; [`NO_POSITION`](super::moe_permute::NO_POSITION) for a pair
+    /// of no expert.
+    pub positions: TensorViewMut<'a>,
+}
+
+crate::tensor::views!(SortedPairs { offsets, order, positions });
 
 /// The tensors of a run.
 #[derive(Debug)]
@@ -104,12 +131,14 @@ pub struct MoeRouterArgs<'a> {
     pub ids: TensorViewMut<'a>,
     /// `[tokens, top_k]` f32, contiguous: their weights.
     pub weights: TensorViewMut<'a>,
+    /// There if the problem says that pairs are sorted.
+    pub sorted: Option<SortedPairs<'a>>,
 }
 
 impl<'a> MoeRouterArgs<'a> {
-    /// With what it must have. The other fields do nothing: `bias: None`.
+    /// With what it must have. The other fields do nothing: `bias: None`, `sorted: None`.
     pub fn new(logits: TensorView<'a>, ids: TensorViewMut<'a>, weights: TensorViewMut<'a>) -> Self {
-        MoeRouterArgs { logits, bias: None, ids, weights }
+        MoeRouterArgs { logits, bias: None, ids, weights, sorted: None }
     }
 }
 
@@ -123,6 +152,8 @@ impl<'a> MoeRouterArgs<'a> {
 /// 3. `ids` are the first `top_k` experts (of the kept groups), in that order.
 /// 4. `weights = s[ids]`, without the bias; divided by their sum ([`RouterWeights`]), multiplied by `scale`, rounded to
 ///    `weight_dtype`.
+/// 5. Of few tokens pairs may be sorted by expert in the same launch ([`MoeRouterProblem::sort`]), with the results of
+///    [`MoePermute`](super::moe_permute::MoePermute).
 ///
 /// **Arithmetic**: f32, of exactly rounded operations in a fixed order; the relative error of a score is about 2^-21.
 /// Logits of any finite size; a sum with the bias, or of a group's two, that is more than 3.4e38 is infinite, and such
@@ -151,13 +182,14 @@ impl<'a> MoeRouterArgs<'a> {
 ///     weights: RouterWeights::Normalised,
 ///     scale: 1.0,
 ///     weight_dtype: DType::BF16,
+///     sort: None,
 /// };
 /// let router = MoeRouter::plan(&device, problem)?;
 /// let logits = Tensor::zeros(&stream, &[4, 128], DType::BF16)?;
 /// let mut ids = Tensor::empty(&stream, &[4, 8], DType::U32)?;
 /// let mut weights = Tensor::empty(&stream, &[4, 8], DType::F32)?;
 /// let (ids, weights) = (ids.view_mut(), weights.view_mut());
-/// router.run(&stream, MoeRouterArgs { logits: logits.view(), bias: None, ids, weights })?;
+/// router.run(&stream, MoeRouterArgs::new(logits.view(), ids, weights))?;
 /// # Ok(())
 /// # }
 /// ```
@@ -167,7 +199,7 @@ pub struct MoeRouter(Plan<Self>);
 planned!(
     MoeRouter,
     MoeRouterProblem,
-    MoeRouterArgs { logits, bias, ids, weights },
+    MoeRouterArgs { logits, bias, ids, weights, sorted },
     &'static MoeRouterVariant
 );
 
@@ -181,7 +213,8 @@ impl Operator for MoeRouter {
     type Kernels = Entry;
 
     fn check_problem(problem: &MoeRouterProblem) -> Result<(), Error> {
-        let MoeRouterProblem { tokens, experts, top_k, dtype, groups, scale, weight_dtype, .. } = *problem;
+        let MoeRouterProblem { tokens, experts, top_k, dtype, groups, scale, weight_dtype, sort, .. } =
+            *problem;
         check_size(OP, "problem", "tokens", tokens)?;
         if experts == 0 || experts > MAX_EXPERTS as usize {
             let expected = format!("1 to {MAX_EXPERTS} experts");
@@ -213,6 +246,18 @@ impl Operator for MoeRouter {
         if !scale.is_finite() {
             return Err(Error::invalid(OP, "problem", "a finite scale", scale.to_string()));
         }
+        if let Some(OwnExperts { first_expert, experts: own }) = sort {
+            if tokens > SORT_TOKENS as usize || experts > MAX_SORT_EXPERTS as usize {
+                let expected = format!("at most {SORT_TOKENS} tokens and {MAX_SORT_EXPERTS} experts to sort");
+                let got = format!("{tokens} tokens and {experts} experts");
+                return Err(Error::invalid(OP, "problem", expected, got));
+            }
+            if first_expert.checked_add(own).is_none_or(|end| own == 0 || end > experts) {
+                let expected = format!("to sort by some of the {experts} experts");
+                let got = format!("{own} from {first_expert} on");
+                return Err(Error::invalid(OP, "problem", expected, got));
+            }
+        }
         Ok(())
     }
 
@@ -229,7 +274,7 @@ impl Operator for MoeRouter {
         problem: &MoeRouterProblem,
         choice: &Choice<Self::Variant>,
     ) -> Result<Entry, Error> {
-        device.entry(OP, choice.variant.entry, smem_bytes(problem.experts as u32))
+        device.entry(OP, choice.variant.entry, choice.variant.stage.smem_bytes(problem.experts as u32))
     }
 
     fn check(
@@ -237,7 +282,7 @@ impl Operator for MoeRouter {
         problem: &MoeRouterProblem,
         args: &MoeRouterArgs<'_>,
     ) -> Result<MoeRouterDims, Error> {
-        let MoeRouterArgs { logits, bias, ids, weights } = args;
+        let MoeRouterArgs { logits, bias, ids, weights, sorted } = args;
         let MoeRouterProblem { tokens: most, experts, top_k, dtype, score, groups, scale, .. } = *problem;
         let [logits_stride] = at.elements("logits", *logits, dtype, &[None, Some(experts)])?;
         let len = logits.shape()[0];
@@ -247,6 +292,17 @@ impl Operator for MoeRouter {
         }
         at.contiguous("ids", ids.as_view(), DType::U32, &[len, top_k].map(Some))?;
         at.contiguous("weights", weights.as_view(), DType::F32, &[len, top_k].map(Some))?;
+        match (problem.sort, sorted) {
+            (Some(own), Some(SortedPairs { offsets, order, positions })) => {
+                at.contiguous("offsets", offsets.as_view(), DType::U32, &[Some(own.experts + 1)])?;
+                at.contiguous("order", order.as_view(), DType::U32, &[Some(len * top_k)])?;
+                at.contiguous("positions", positions.as_view(), DType::U32, &[len, top_k].map(Some))?;
+            }
+            (None, None) => {}
+            (Some(_), None) => return at.refuse("sorted", "tensors, as planned", "none"),
+            (None, Some(_)) => return at.refuse("sorted", "none, as planned", "some"),
+        }
+        let own = problem.sort.unwrap_or(OwnExperts { first_expert: 0, experts: 0 });
         let mut options = 0;
         for (option, is_set) in [
             (SIGMOID, score == RouterScore::Sigmoid),
@@ -268,20 +324,36 @@ impl Operator for MoeRouter {
             top_groups: top_groups as u32,
             options,
             scale,
+            first_expert: own.first_expert as u32,
+            own_experts: own.experts as u32,
         })
     }
 
     fn cpu(problem: &MoeRouterProblem, dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
-        cpu::run(problem.dtype, dims, args);
+        cpu::run(problem, dims, args);
     }
 
     fn launch(run: &Run<'_, Self>, dims: MoeRouterDims, args: &MoeRouterArgs<'_>) -> Result<(), Error> {
-        let MoeRouterArgs { logits, bias, ids, weights } = args;
-        let params = [(*logits).into(), (*bias).into(), ids.into(), weights.into(), (&dims).into()];
-        let grid = dims.tokens.div_ceil(WARPS);
-        // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has a
-        // warp for every token and shared memory for its keys.
-        unsafe { run.kernels.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+        let MoeRouterArgs { logits, bias, ids, weights, sorted } = args;
+        let launch = |stage: MoeRouterStage, grid: u32, params: &[Param<'_>]| {
+            // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has a
+            // warp for every token and shared memory for its keys, and one block where pairs are sorted.
+            unsafe { run.kernels.launch(run.stream, [grid, 1, 1], [32 * stage.warps(), 1, 1], params) }
+        };
+        let [logits, bias, ids, weights] = [(*logits).into(), (*bias).into(), ids.into(), weights.into()];
+        match sorted {
+            None => {
+                let stage = MoeRouterStage::Route;
+                let grid = dims.tokens.div_ceil(stage.warps());
+                launch(stage, grid, &[logits, bias, ids, weights, (&dims).into()])
+            }
+            Some(SortedPairs { offsets, order, positions }) => {
+                let [offsets, order, positions] = [offsets.into(), order.into(), positions.into()];
+                let params = [logits, bias, ids, weights, offsets, order, positions, (&dims).into()];
+                // Also without tokens: there are offsets.
+                launch(MoeRouterStage::Sort, 1, &params)
+            }
+        }
     }
 
     fn work(problem: &MoeRouterProblem) -> Work {
