@@ -169,6 +169,7 @@ impl Planned {
             merge_parts: 0,
             grid: 0,
             key_parts_log2: 0,
+            merges: 0,
         }))
     }
 
