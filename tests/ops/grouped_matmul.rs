@@ -3,6 +3,7 @@
 pub(crate) mod fp8;
 mod packed;
 
+use abi::ops::glu::Activation;
 use abi::ops::grouped_matmul::{
     GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
@@ -179,7 +180,7 @@ impl Expected {
     /// Of weights whose values are the sums of terms of these sizes.
     fn of_terms(case: &Case, (x, w): (&[f64], &[f64]), w_sizes: &[f64]) -> Self {
         let GroupedMatmulProblem { n, k, dtype, .. } = case.problem;
-        let sizes = Sizes { n, k, fan_out: case.fan_out() };
+        let sizes = Sizes { n, k, fan_out: case.fan_out(), gate: None };
         let (offsets, order) = (case.offsets(), case.order());
         let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
         let (x_terms, w_terms) = (absolute(x), absolute(w_sizes));
@@ -280,6 +281,91 @@ proptest! {
                     GroupedMatmulTile::Wgmma { .. } => 4,
                 };
                 prop_assert_eq!(seen[kind].get_or_insert_with(|| together.clone()), &together);
+            }
+        }
+    }
+}
+
+/// Gated products: few rows, some without, of any layout and size of values.
+fn gated() -> impl Strategy<Value = Case> {
+    let activations = [Activation::Silu, Activation::GeluTanh, Activation::GeluErf];
+    (case(), prop::collection::vec(0usize..4, 1..8), prop::sample::select(&activations[..])).prop_map(
+        |(case, groups, activation)| {
+            let (rows, experts, from) = (groups.iter().sum(), groups.len(), GroupedRows::Sorted);
+            let problem =
+                GroupedMatmulProblem { rows, experts, from, gate: Some(activation), ..case.problem };
+            Case { problem, groups, ..case }
+        },
+    )
+}
+
+/// Those of [`gated`] by its own kernels, or by what `plan` chooses: against the definition.
+fn check_gated(
+    device: &Device,
+    case: &Case,
+    variant: Option<&'static GroupedMatmulVariant>,
+) -> Result<(), TestCaseError> {
+    let GroupedMatmulProblem { rows, experts, n, k, dtype, gate, .. } = case.problem;
+    let stream = device.stream().map_err(fail)?;
+    let plan = match variant {
+        None => GroupedMatmul::plan(device, case.problem),
+        Some(variant) => GroupedMatmul::plan_with(device, case.problem, variant),
+    };
+    let plan = plan.map_err(fail)?;
+    let x = values(case.kind, dtype, rows * k, case.seed);
+    let w = values(case.kind, dtype, experts * 2 * n * k, case.seed ^ 1);
+    let x_rows = Rows::input(&stream, dtype, &x, k, case.x_layout).map_err(fail)?;
+    let w_rows = Rows::input(&stream, dtype, &w, k, case.w_layout).map_err(fail)?;
+    let offsets = Tensor::from_slice(&stream, &[experts + 1], &case.offsets()).map_err(fail)?;
+    let mut out = Rows::output(&stream, dtype, rows, n, case.out_layout).map_err(fail)?;
+    let w_view = w_rows.view().reshape(&[experts, 2 * n, k]).map_err(fail)?;
+    let args = GroupedMatmulArgs::new(x_rows.view(), w_view, offsets.view(), out.view_mut());
+    plan.run(&stream, args).map_err(fail)?;
+    let got = out.read(&stream)?;
+
+    let (offsets, order): (_, Vec<u32>) = (case.offsets(), (0..rows as u32).collect());
+    let sizes = Sizes { n, k, fan_out: None, gate };
+    // As in the products of one weight: tensor cores take a subnormal f16 for one of the smallest normal exponent.
+    let least = if dtype == DType::F16 { testkit::round::min_normal(DType::F16) } else { 0.0 };
+    let size = |&value: &f64| if value == 0.0 { 0.0 } else { value.abs().max(least) };
+    let absolute = |values: &[f64]| values.iter().map(size).collect::<Vec<f64>>();
+    let plain = Sizes { n: 2 * n, gate: None, ..sizes };
+    let sums = reference::grouped_matmul::<f64>(&absolute(&x), &absolute(&w), &offsets, &order, plain, |v| v);
+    let factors = |index: usize| {
+        let of_row = &sums[index / n * 2 * n..][..2 * n];
+        [of_row[index % n], of_row[n + index % n]]
+    };
+    let terms: Vec<f64> = (0..rows * n).map(|index| factors(index).iter().product()).collect();
+    let largest = |(index, term): (usize, &f64)| factors(index).into_iter().fold(*term, f64::max);
+    let on_the_way: Vec<f64> = terms.iter().enumerate().map(largest).collect();
+    let added = vec![0.0; rows * n];
+    let want = reference::grouped_matmul::<f64>(&x, &w, &offsets, &order, sizes, |v| v);
+    let naive = reference::grouped_matmul::<f32>(&x, &w, &offsets, &order, sizes, store(dtype));
+    let is_cut = dtype != DType::F32;
+    let roundings = if is_cut { 4 * k } else { k } + 10;
+    let tolerance = Tolerance {
+        on_the_way: Some(&on_the_way),
+        activated: Some(&added),
+        ..Tolerance::new(dtype, Scale::Given(&terms), roundings)
+    };
+    let what = variant.map_or_else(|| format!("{device:?}"), |variant| variant.entry.into());
+    check(&what, &got, &want, &naive, &tolerance)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(64))]
+
+    /// Gated linear units, by what `plan` chooses and by every kernel that makes them.
+    #[test]
+    fn gated_units((case, on) in on_executors(gated, |case| 16 * case.work())) {
+        for device in &on.devices() {
+            check_gated(device, &case, None)?;
+            let few = |v: &&GroupedMatmulVariant| {
+                matches!(v.tile, GroupedMatmulTile::Gemv { .. } | GroupedMatmulTile::Stream { .. })
+            };
+            let can = |v: &&GroupedMatmulVariant| device.limits().is_some() && runs(device, v.floor);
+            for variant in variants(&case).filter(few).filter(can) {
+                check_gated(device, &case, Some(variant))?;
             }
         }
     }

@@ -36,6 +36,16 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A table is not what it should be.
+    #[error("{}:{line}: {reason}", path.display())]
+    Csv {
+        /// The file.
+        path: PathBuf,
+        /// Where in it.
+        line: usize,
+        /// What was expected.
+        reason: String,
+    },
     /// There is no compiler for the device code, and none could be installed.
     #[error("{0}")]
     Toolchain(#[from] ToolchainError),

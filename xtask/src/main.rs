@@ -40,7 +40,8 @@ cargo xtask <command>
                              is slower than in the last record of the card, which is an error
                              --out FOLDER: not benches/record/<card>/<date>; --date YYYY-MM-DD: not the day of the run;
                              --readme: write the README's figures, too; --sweep: of a grid of shapes (`--sweep` of the
-                             benchmarks and peers, in ours.jsonl and peers.jsonl), as tables and a heat map
+                             benchmarks and peers, in ours.jsonl and peers.jsonl), as tables and a heat map;
+                             --timeline: of a step's launches, a CSV of Nsight Compute instead of a folder, as SVG
   help                       this text
 
 Environment

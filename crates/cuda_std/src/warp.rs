@@ -151,3 +151,28 @@ pub unsafe fn max_f32<const WIDTH: u32>(mut value: f32) -> f32 {
     }
     value
 }
+
+/// Maximum over the warp: by `redux.sync.max.u32` where there is one, else by shuffles, as in the simulator.
+///
+/// # Safety
+/// - *converged*: all 32 lanes execute it.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn max_u32(value: u32) -> u32 {
+    // SAFETY: all lanes take part — the caller.
+    unsafe {
+        #[cfg(all(target_arch = "nvptx64", not(lacks_redux)))]
+        {
+            crate::lanes::redux_max(FULL_MASK, value)
+        }
+        #[cfg(not(all(target_arch = "nvptx64", not(lacks_redux))))]
+        {
+            let (mut value, mut step) = (value, 16);
+            while step > 0 {
+                value = value.max(shuffle_xor(FULL_MASK, value, step));
+                step /= 2;
+            }
+            value
+        }
+    }
+}

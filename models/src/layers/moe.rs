@@ -13,7 +13,7 @@ use crate::loader::Loader;
 use crate::part::Cut;
 use host::Error;
 use host::ops::glu::{Glu, GluArgs, GluProblem};
-use host::ops::grouped_matmul::{GroupedMatmulProblem, GroupedRows};
+use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulProblem, GroupedRows};
 use host::ops::matmul::{Matmul, MatmulProblem};
 use host::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
 use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
@@ -126,7 +126,8 @@ struct MoePlans {
 #[derive(Debug)]
 struct ExpertPlans {
     gate_up: ExpertsPlan,
-    glu: Glu,
+    /// None where the product is gated itself.
+    glu: Option<Glu>,
     down: ExpertsPlan,
 }
 
@@ -157,9 +158,9 @@ impl MoePlans {
         let own = OwnExperts { first_expert: moe.experts.start, experts: moe.experts.len() };
         let sorting = MoeRouterProblem { sort: Some(own), ..choice };
         let sorts = tokens <= SORT_TOKENS as usize && MoeRouter::supports(device, &sorting).is_ok();
-        let product = |weights: &ProjectionWeight, n, k, from| {
+        let product = |weights: &ProjectionWeight, n, k, from, gate| {
             let problem = GroupedMatmulProblem::new(rows, moe.experts.len(), n, k, dtype);
-            ExpertsPlan::new(phase, weights, GroupedMatmulProblem { from, ..problem })
+            ExpertsPlan::new(phase, weights, GroupedMatmulProblem { from, gate, ..problem })
         };
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
         let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
@@ -167,10 +168,15 @@ impl MoePlans {
         let OwnExperts { first_expert, experts: own } = own;
         let own = MoePermuteProblem { first_expert, ..MoePermuteProblem::new(tokens, top_k, own) };
         let plans = || -> Result<_, Error> {
+            let gate = Some(expert.activation);
+            let gated = GroupedMatmulProblem::new(rows, moe.experts.len(), inner, hidden_size, dtype);
+            let gated = GroupedMatmulProblem { from, gate, ..gated };
+            let is_gated = moe.gate_up.kind().is_empty() && GroupedMatmul::supports(device, &gated).is_ok();
+            let (n, gate) = if is_gated { (inner, gate) } else { (2 * inner, None) };
             Ok(ExpertPlans {
-                gate_up: product(&moe.gate_up, 2 * inner, hidden_size, from)?,
-                glu: Glu::plan(device, glu)?,
-                down: product(&moe.down, hidden_size, inner, GroupedRows::Sorted)?,
+                gate_up: product(&moe.gate_up, n, hidden_size, from, gate)?,
+                glu: (!is_gated).then(|| Glu::plan(device, glu)).transpose()?,
+                down: product(&moe.down, hidden_size, inner, GroupedRows::Sorted, None)?,
             })
         };
         Ok(MoePlans {
@@ -187,7 +193,7 @@ impl MoePlans {
         reports.extend(self.permute.iter().map(Kernel::optimization_report));
         if let Some(ExpertPlans { gate_up, glu, down }) = &self.experts {
             reports.extend(gate_up.reports());
-            reports.push(glu.optimization_report());
+            reports.extend(glu.iter().map(Kernel::optimization_report));
             reports.extend(down.reports());
         }
         reports.push(self.combine.optimization_report());
@@ -283,10 +289,13 @@ impl MoeBlock {
         let mut projected = self.projected.view_mut().slice(0, pairs)?;
         if let Some(experts) = &plans.experts {
             let pairs = (x, offsets, Some(order.as_view()));
-            experts.gate_up.run(stream, &weights.gate_up, pairs, gate_up.reborrow())?;
-            let gate = gate_up.as_view().slice(1, 0..inner)?;
-            let up = gate_up.as_view().slice(1, inner..2 * inner)?;
-            experts.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
+            let to = if experts.glu.is_some() { &mut gate_up } else { &mut activated };
+            experts.gate_up.run(stream, &weights.gate_up, pairs, to.reborrow())?;
+            if let Some(glu) = &experts.glu {
+                let gate = gate_up.as_view().slice(1, 0..inner)?;
+                let up = gate_up.as_view().slice(1, inner..2 * inner)?;
+                glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
+            }
             let pairs = (activated.as_view(), offsets, None);
             experts.down.run(stream, &weights.down, pairs, projected.reborrow())?;
         }

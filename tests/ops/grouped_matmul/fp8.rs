@@ -115,7 +115,7 @@ fn check(
     let GroupedMatmulProblem { n, k, dtype, .. } = case.case.problem;
     let (x, w) = case.values(sources, false);
     let got = case.product(device, plan, &x, &case.pack(device, sources)?)?;
-    let sizes = Sizes { n, k, fan_out: case.case.fan_out() };
+    let sizes = Sizes { n, k, fan_out: case.case.fan_out(), gate: None };
     let (offsets, order) = (case.case.offsets(), case.case.order());
     let product =
         |x: &[f64], w: &[f64]| reference::grouped_matmul::<f64>(x, w, &offsets, &order, sizes, |value| value);

@@ -5,6 +5,7 @@ mod markdown;
 mod plots;
 mod record;
 mod sweep;
+mod timeline;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,6 +39,8 @@ enum Of {
     Cases,
     /// A grid of shapes.
     Sweep,
+    /// The launches of a model's step.
+    Timeline,
 }
 
 /// Whether the README gets the new figures.
@@ -59,6 +62,7 @@ impl Options {
                 "--date" => options.date = Some(words.next()?.to_string()),
                 "--readme" => options.readme = Readme::Write,
                 "--sweep" => options.of = Of::Sweep,
+                "--timeline" => options.of = Of::Timeline,
                 _ if word.starts_with('-') || !options.from.as_os_str().is_empty() => return None,
                 _ => options.from = word.into(),
             }
@@ -69,6 +73,9 @@ impl Options {
 
 /// Writes the record, and fails if a case became slower.
 pub fn run(root: &Path, options: &Options) -> Result<(), Error> {
+    if options.of == Of::Timeline {
+        return timeline::run(&options.from);
+    }
     let record = Record::join(&options.from)?;
     let date = options.date.clone().unwrap_or_else(|| date(record.run.unix_time));
     let kind = if options.of == Of::Sweep { "-sweep" } else { "" };

@@ -8,6 +8,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::markdown::ratios;
 use super::record::{Case, Record};
+use super::timeline::Step;
 use crate::error::Error;
 
 const FONT: &str = "sans-serif";
@@ -163,6 +164,85 @@ pub fn heat_map(title: &str, cells: &[((String, String), f64)], file: &Path) -> 
             area.draw(&Rectangle::new(cell, colour.mix(strength).filled()))?;
             let middle = (x + CELL.0 / 2, y + CELL.1 / 2);
             area.draw(&Text::new(format!("{ratio:.2}"), middle, number.clone()))?;
+        }
+        Ok(())
+    })
+}
+
+/// Colours of operators, in the order in which they are met.
+const COLOURS: [RGBColor; 8] = [
+    RGBColor(0x1f, 0x77, 0xb4),
+    RGBColor(0xff, 0x7f, 0x0e),
+    RGBColor(0x2c, 0xa0, 0x2c),
+    RGBColor(0xd6, 0x27, 0x28),
+    RGBColor(0x94, 0x67, 0xbd),
+    RGBColor(0x8c, 0x56, 0x4b),
+    RGBColor(0xe3, 0x77, 0xc2),
+    RGBColor(0x17, 0xbe, 0xcf),
+];
+
+/// A step's launches one after the other: as wide as they took, as high as their rate of bytes, so that areas are
+/// bytes. All of it above, and larger below what is in the middle: the launches of some two layers.
+pub fn timeline(step: &Step, file: &Path) -> Result<(), Error> {
+    const LARGER: usize = 30;
+    let mut ops: Vec<&str> = Vec::new();
+    for launch in &step.launches {
+        if !ops.contains(&launch.op()) {
+            ops.push(launch.op());
+        }
+    }
+    let colour = |op: &str| COLOURS[ops.iter().position(|other| *other == op).unwrap_or(0) % COLOURS.len()];
+    // Bytes of a nanosecond are GB/s.
+    let rate = |ns: f64, bytes: f64| if ns > 0.0 { bytes / ns } else { 0.0 };
+    let most = step.launches.iter().map(|launch| rate(launch.ns, launch.bytes)).fold(1.0, f64::max) * 1.05;
+    let legend = 24 + 18 * ops.len() as u32;
+    draw(file, (1400, 620 + legend), |area| {
+        area.draw(&Text::new(step.title.clone(), (12, 8), (FONT, 18)))?;
+        let (_, rest) = area.split_vertically(32);
+        let (all, rest) = rest.split_vertically(290);
+        let (middle, names) = rest.split_vertically(290);
+        let first = (step.launches.len() / 2).saturating_sub(LARGER / 2);
+        let part = &step.launches[first..(first + LARGER).min(step.launches.len())];
+        for (area, launches) in [(&all, &step.launches[..]), (&middle, part)] {
+            let total: f64 = launches.iter().map(|launch| launch.ns / 1e3).sum();
+            let mut chart = ChartBuilder::on(area)
+                .margin(8)
+                .x_label_area_size(36)
+                .y_label_area_size(56)
+                .build_cartesian_2d(0.0..total.max(1e-3), 0.0..most)?;
+            chart
+                .configure_mesh()
+                .x_desc("µs, one launch after the other")
+                .y_desc("GB/s from and to memory")
+                .light_line_style(WHITE)
+                .label_style((FONT, 12))
+                .draw()?;
+            let mut from = 0.0;
+            for launch in launches {
+                let to = from + launch.ns / 1e3;
+                // Its whole time is shown pale, also where it moves nothing.
+                let own = colour(launch.op());
+                let box_of = |top: f64| [(from, 0.0), (to, top)];
+                chart.draw_series([Rectangle::new(box_of(most), own.mix(0.12).filled())])?;
+                let top = rate(launch.ns, launch.bytes);
+                chart.draw_series([Rectangle::new(box_of(top), own.mix(0.85).filled())])?;
+                from = to;
+            }
+        }
+        for (index, op) in ops.iter().enumerate() {
+            let own = || step.launches.iter().filter(|launch| launch.op() == *op);
+            let (ns, bytes) =
+                own().fold((0.0, 0.0), |(ns, bytes), launch| (ns + launch.ns, bytes + launch.bytes));
+            let y = 6 + 18 * index as i32;
+            names.draw(&Rectangle::new([(64, y), (78, y + 12)], colour(op).filled()))?;
+            let text = format!(
+                "{op}: {} launches, {:.0} µs, {:.1} MB, {:.0} GB/s",
+                own().count(),
+                ns / 1e3,
+                bytes / 1e6,
+                rate(ns, bytes)
+            );
+            names.draw(&Text::new(text, (86, y), (FONT, 13)))?;
         }
         Ok(())
     })

@@ -22,7 +22,7 @@ pub struct GroupedMatmulDims {
     pub x_rows: u32,
     /// Groups.
     pub experts: u32,
-    /// Rows of a weight, columns of out.
+    /// Rows of a weight; columns of out, or, if the product is gated, twice as many.
     pub n: u32,
     /// Columns of x and of the weights.
     pub k: u32,

@@ -126,8 +126,9 @@ pub(super) unsafe fn by_warp<T: Element>(
     sinks: *const f32,
     dims: &AttentionDims,
 ) {
+    // Half as many results on their way: the decode kernels have no registers for more.
     // SAFETY: the caller's promise.
-    unsafe { parts::<T, ALL, SPLITS, 4>(at, partial, stats, tables, out, lse, sinks, dims) }
+    unsafe { parts::<T, ALL, SPLITS, 2>(at, partial, stats, tables, out, lse, sinks, dims) }
 }
 
 /// The same with so many parts of the sum to a lane, results to a group, and times [`BATCH`] results of a lane on their

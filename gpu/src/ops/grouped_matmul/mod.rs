@@ -11,6 +11,9 @@
 //! | fp8 | many, of packed fp8 weights, where rows may be fp8, on sm_90a | tiles of 128 × 128 in turn: `matmul::fp8` |
 //! | packed | few, of packed weights; and to unpack them | up to 64 rows of an expert by some columns: `packed` |
 //!
+//! `Gemv` and `Stream` also make gated linear units: of a weight with rows of the gate above those of up they read one of
+//! either in turn, as the products of one weight do ([`Epilogue`]).
+//!
 //! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the
 //! others.
 //!
@@ -40,11 +43,10 @@ mod packed;
 #[cfg(not(lacks_wgmma))]
 mod wgmma;
 
-#[cfg(not(lacks_mma_sync))]
 use core::ptr::null;
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, SLOTS_ARE_ROWS};
-use abi::ops::matmul::MatmulDims;
+use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
 #[cfg(not(lacks_wgmma))]
 use abi::{matmul_fp8::QuantiseDims, weight::WeightDims};
 use cuda_std::cvt::{Element, bf16, f16};
@@ -55,11 +57,14 @@ use crate::matmul::fp8;
 use crate::matmul::operand::Operand;
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::{
-    epilogue::{Epilogue, PLAIN},
+    epilogue::PLAIN,
     few_rows_mma, mma_sync,
     multiplicand::{Factor, Multiplicand},
 };
-use crate::matmul::{few_rows_simt, simt};
+use crate::matmul::{
+    epilogue::{Epilogue, rows_of_b},
+    few_rows_simt, simt,
+};
 
 /// The rows of a block.
 struct Group {
@@ -243,27 +248,31 @@ unsafe fn few_rows<T, const ROWS: usize, const COLS: usize, const SUMS: usize, c
     order: *const u32,
     out: *mut T,
     dims: &GroupedMatmulDims,
+    how: &MatmulEpilogue,
 ) where
     T: Operand<Sum = f32> + Element,
 {
-    // SAFETY: as in `tile`.
+    // SAFETY: as in `tile`. Where the product is gated, `GroupedMatmul::plan` leaves at least two columns to a block.
     unsafe {
         let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
         let x_row = |sorted| x_row(x, order, dims, sorted);
-        let (w_row, place) = (simt::rows_of_b(w, &own), (row, col_block));
+        let end = Epilogue::new(null::<T>(), null(), out, &own, how);
         few_rows_simt::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
             x_row,
-            w_row,
+            gated_rows(w, &own, how),
             &own,
-            place,
+            (row, col_block),
+            end.is_gated(),
             false,
-            false,
-            |row, col, [sum, _]| {
-                let to = out.add(row as usize * dims.out_stride as usize + col as usize);
-                global::store(to, T::from_f32(sum));
-            },
+            |row, col, sums| end.element(row, col, sums),
         );
     }
+}
+
+/// Where the rows of an expert's weight begin, as the product takes them: of a gated one the gate's are above up's.
+#[inline(always)]
+fn gated_rows<T>(w: *const T, own: &MatmulDims, how: &MatmulEpilogue) -> impl Fn(u32) -> *const T + use<T> {
+    rows_of_b(w, w.wrapping_add((own.n / 2) as usize * own.b_stride as usize), own, how)
 }
 
 /// Some columns of up to `ROWS` rows of a group's product.
@@ -288,15 +297,16 @@ unsafe fn streamed<
     order: *const u32,
     out: *mut T,
     dims: &GroupedMatmulDims,
+    how: &MatmulEpilogue,
 ) {
     // SAFETY: as in `tile`.
     unsafe {
         let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
         few_rows_mma::multiply::<T, T, ROWS, LANES, FRAGMENTS, TILES, PIECES, UNROLL>(
             |sorted| x_row(x, order, dims, sorted),
-            simt::rows_of_b(w, &own),
+            gated_rows(w, &own, how),
             (row, col_block),
-            Epilogue::new(null(), null(), out, &own, &PLAIN),
+            Epilogue::new(null(), null(), out, &own, how),
         );
     }
 }
@@ -340,20 +350,28 @@ unsafe fn tensor_tile<
 }
 
 macro_rules! body {
-    (Simt, $type:ident, $args:tt, $bm:literal, $bn:literal, $bk:literal) => {
+    (Simt, $type:ident, $args:tt, $how:expr, $bm:literal, $bn:literal, $bk:literal) => {
         // SAFETY: blocks of 256 threads, col_blocks of them per slot, shared memory for both buffers —
         // GroupedMatmul::run.
         unsafe { tile::<$type, $bm, { $bm / 16 }> $args }
     };
-    (Gemv, $type:ident, $args:tt, $rows:literal, $cols:literal, $unroll:literal) => {
+    (Gemv, $type:ident, $args:tt, $how:expr, $rows:literal, $cols:literal, $unroll:literal) => {
         // SAFETY: blocks of 256 threads, col_blocks of them per slot — GroupedMatmul::run.
-        unsafe { few_rows::<$type, $rows, $cols, { $rows * $cols }, $unroll> $args }
+        unsafe {
+            let (x, w, offsets, order, out, dims) = $args;
+            few_rows::<$type, $rows, $cols, { $rows * $cols }, $unroll>(x, w, offsets, order, out, dims, $how)
+        }
     };
-    (Stream, $type:ident, $args:tt, $rows:literal, $cols:literal, $lanes:literal, $unroll:literal) => {
+    (Stream, $type:ident, $args:tt, $how:expr, $rows:literal, $cols:literal, $lanes:literal, $unroll:literal) => {
         // SAFETY: as `Gemv`, and `GroupedMatmul::run` takes these kernels where x and the weights are in pieces.
-        unsafe { streamed::<$type, $rows, $lanes, { $rows / 8 }, { $cols * $lanes / 64 }, { $cols * $lanes / 32 }, $unroll> $args }
+        unsafe {
+            let (x, w, offsets, order, out, dims) = $args;
+            streamed::<$type, $rows, $lanes, { $rows / 8 }, { $cols * $lanes / 64 }, { $cols * $lanes / 32 }, $unroll>(
+                x, w, offsets, order, out, dims, $how,
+            )
+        }
     };
-    (Mma, $type:ident, $args:tt, $bm:literal, $bn:literal, $threads:literal) => {{
+    (Mma, $type:ident, $args:tt, $how:expr, $bm:literal, $bn:literal, $threads:literal) => {{
         const EDGE: usize = mma_sync::warp_edge($bm, $bn, $threads);
         // SAFETY: blocks of the tile's threads, col_blocks of them per slot, shared memory for its stages, x and the
         // weights in pieces — GroupedMatmul::run.
@@ -379,7 +397,7 @@ macro_rules! entry {
         /// # Safety
         /// - Arguments as `GroupedMatmul::run` checks them.
         #[kernel(max_threads = $threads, min_blocks = $blocks)]
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, unused_variables, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             x: *const $type,
             w: *const $type,
@@ -387,8 +405,9 @@ macro_rules! entry {
             order: *const u32,
             out: *mut $type,
             dims: GroupedMatmulDims,
+            how: MatmulEpilogue,
         ) {
-            body!($tile, $type, (x, w, offsets, order, out, &dims), $($value),*)
+            body!($tile, $type, (x, w, offsets, order, out, &dims), &how, $($value),*)
         }
     };
 }

@@ -25,26 +25,25 @@ use abi::ops::moe_router::{
 };
 use abi::ops::sampling::{key, logit};
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::warp::{FULL_MASK, shuffle_idx_f32, shuffle_xor, sum_f32, sync_warp};
+use cuda_std::warp::{FULL_MASK, max_u32, shuffle_idx_f32, sum_f32, sync_warp};
 use cuda_std::{global, kernel, shared, thread};
 
-/// Maximum over the warp of a rank: key above, and the index's complement below, so that the lowest of equals wins.
+/// Experts of a lane whose numbers are loaded, or worked on, side by side: one hides what another waits for.
+const SIDE_BY_SIDE: usize = 8;
+/// The same of exponentials, which have more instructions.
+const POWERS: usize = 4;
+
+/// The largest key of the warp, and its index, the lowest of equals.
 ///
 /// # Safety
 /// - *converged*: all 32 lanes execute it.
 #[inline(always)]
-unsafe fn best((mut key, mut index): (u32, u32)) -> (u32, u32) {
-    let mut step = 16;
-    while step > 0 {
-        // SAFETY: all lanes take part — the caller.
-        let (other_key, other) =
-            unsafe { (shuffle_xor(FULL_MASK, key, step), shuffle_xor(FULL_MASK, index, step)) };
-        if other_key > key || (other_key == key && other < index) {
-            (key, index) = (other_key, other);
-        }
-        step /= 2;
+unsafe fn best((key, index): (u32, u32)) -> (u32, u32) {
+    // SAFETY: all lanes take part — the caller.
+    unsafe {
+        let largest = max_u32(key);
+        (largest, !max_u32(if key == largest { !index } else { 0 }))
     }
-    (key, index)
 }
 
 /// Routes a token by this warp. A lane's result is its expert, if it is below top_k.
@@ -71,22 +70,53 @@ unsafe fn route<T: Element>(
     // groups' scores, which lie between two barriers.
     unsafe {
         let mut max_key = 0;
-        let mut expert = lane;
-        while expert < experts {
-            let key = key(global::load(row.add(expert as usize)).to_f32());
-            shared::store_u32(at(expert), key + 1);
-            max_key = key.max(max_key);
-            expert += 32;
+        let mut first = lane;
+        while first < experts {
+            let mut logits = [0.0; SIDE_BY_SIDE];
+            let mut i = 0;
+            while i < SIDE_BY_SIDE {
+                let expert = first + 32 * i as u32;
+                if expert < experts {
+                    logits[i] = global::load(row.add(expert as usize)).to_f32();
+                }
+                i += 1;
+            }
+            let mut i = 0;
+            while i < SIDE_BY_SIDE {
+                let expert = first + 32 * i as u32;
+                if expert < experts {
+                    let key = key(logits[i]);
+                    shared::store_u32(at(expert), key + 1);
+                    max_key = key.max(max_key);
+                }
+                i += 1;
+            }
+            first += 32 * SIDE_BY_SIDE as u32;
         }
         let scores = if dims.options & SIGMOID != 0 {
             Scores::SIGMOID
         } else {
-            let max = logit(best((max_key, 0)).0);
+            let max = logit(max_u32(max_key));
             let mut sum = 0.0;
-            let mut expert = lane;
-            while expert < experts {
-                sum += Scores::power(logit(shared::load_u32(at(expert)) - 1), max);
-                expert += 32;
+            let mut first = lane;
+            while first < experts {
+                let mut powers = [0.0; POWERS];
+                let mut i = 0;
+                while i < POWERS {
+                    let expert = first + 32 * i as u32;
+                    // One that there is not has the power of any other, which is not added.
+                    let entry = shared::load_u32(at(if expert < experts { expert } else { lane }));
+                    powers[i] = Scores::power(logit(entry - 1), max);
+                    i += 1;
+                }
+                let mut i = 0;
+                while i < POWERS {
+                    if first + 32 * (i as u32) < experts {
+                        sum += powers[i];
+                    }
+                    i += 1;
+                }
+                first += 32 * POWERS as u32;
             }
             Scores::softmax(max, sum_f32::<32>(sum))
         };
@@ -109,14 +139,26 @@ unsafe fn route<T: Element>(
 
         let mine = || {
             let (mut found, mut index) = (0, u32::MAX);
-            let mut expert = lane;
-            while expert < experts {
-                let entry = shared::load_u32(at(expert));
-                // In ascending order, so only a larger one replaces.
-                if entry > found {
-                    (found, index) = (entry, expert);
+            let mut first = lane;
+            while first < experts {
+                let mut entries = [0; SIDE_BY_SIDE];
+                let mut i = 0;
+                while i < SIDE_BY_SIDE {
+                    let expert = first + 32 * i as u32;
+                    if expert < experts {
+                        entries[i] = shared::load_u32(at(expert));
+                    }
+                    i += 1;
                 }
-                expert += 32;
+                let mut i = 0;
+                while i < SIDE_BY_SIDE {
+                    // In ascending order, so only a larger one replaces.
+                    if entries[i] > found {
+                        (found, index) = (entries[i], first + 32 * i as u32);
+                    }
+                    i += 1;
+                }
+                first += 32 * SIDE_BY_SIDE as u32;
             }
             (found, index)
         };
@@ -158,88 +200,55 @@ unsafe fn route<T: Element>(
     }
 }
 
+/// Pairs that are looked at side by side.
+const TOGETHER: u32 = 8;
+
 /// Sorts the block's pairs by expert, as `moe_permute` does: a pair's place is the number of pairs before it.
 ///
 /// # Safety
 /// - *converged*: all threads of a block of `32 · SORT_TOKENS`, behind a barrier after which the experts of all pairs
-///   are at `chosen`; `offsets` holds `own_experts + 1` numbers, `order` and `positions` one for each pair — checked in
+///   are at `chosen`, and behind them ids of none; `offsets` holds `own_experts + 1` numbers, `order` and `positions` one for each pair — checked in
 ///   `MoeRouter::run`.
 #[inline(always)]
 unsafe fn sort(chosen: u32, offsets: *mut u32, order: *mut u32, positions: *mut u32, dims: &MoeRouterDims) {
     let pairs = dims.tokens * dims.top_k;
-    // SAFETY: words of pairs that there are, places below `pairs`, each of one pair; experts up to `own_experts`.
+    // SAFETY: words up to a multiple of `TOGETHER` behind the pairs, which are no expert's; places below `pairs`, each of
+    // one pair; experts up to `own_experts`.
     unsafe {
         // Of an expert below the first the difference wraps: it is none of those here.
-        let bin = |pair: u32| {
-            let expert = shared::load_u32(chosen + 4 * pair);
-            expert.wrapping_sub(dims.first_expert).min(dims.own_experts)
+        let bin_of = |expert: u32| expert.wrapping_sub(dims.first_expert).min(dims.own_experts);
+        // How many pairs are of a bin below, or of the same and before this one.
+        let before = |own: u32, pair: u32| {
+            let (mut count, mut first) = (0, 0);
+            while first < pairs {
+                let mut words = [[0; 4]; TOGETHER as usize / 4];
+                let mut i = 0;
+                while i < TOGETHER / 4 {
+                    words[i as usize] = shared::load_u32x4(chosen + 4 * (first + 4 * i));
+                    i += 1;
+                }
+                let mut i = 0;
+                while i < TOGETHER {
+                    let bin = bin_of(words[i as usize / 4][i as usize % 4]);
+                    count += u32::from(bin < own || (bin == own && first + i < pair));
+                    i += 1;
+                }
+                first += TOGETHER;
+            }
+            count
         };
         let pair = thread::thread_idx_x();
         if pair < pairs {
-            let own = bin(pair);
-            let (mut place, mut other) = (0, 0);
-            while other < pairs {
-                let bin = bin(other);
-                place += u32::from(bin < own || (bin == own && other < pair));
-                other += 1;
-            }
+            let own = bin_of(shared::load_u32(chosen + 4 * pair));
+            let place = before(own, pair);
             global::store(order.add(place as usize), pair);
             let position = if own < dims.own_experts { place } else { NO_POSITION };
             global::store(positions.add(pair as usize), position);
         }
         let mut expert = thread::thread_idx_x();
         while expert <= dims.own_experts {
-            let (mut offset, mut other) = (0, 0);
-            while other < pairs {
-                offset += u32::from(bin(other) < expert);
-                other += 1;
-            }
-            global::store(offsets.add(expert as usize), offset);
+            global::store(offsets.add(expert as usize), before(expert, 0));
             expert += 32 * SORT_TOKENS;
-        }
-    }
-}
-
-/// Makes the keys of all groups but the best 0. The score of a group is the sum of its two largest values.
-///
-/// # Safety
-/// - *converged*: all 32 lanes; keys as in [`route`].
-#[inline(always)]
-unsafe fn drop_groups(dims: &MoeRouterDims, at: impl Fn(u32) -> u32, value: impl Fn(u32) -> f32) {
-    let lane = thread::lane();
-    let mut candidate = (0, u32::MAX);
-    // SAFETY: lane < num_groups keeps experts below num_groups · group_size = experts; the keys were written before the
-    // first barrier and change after the second.
-    unsafe {
-        sync_warp(FULL_MASK);
-        if lane < dims.num_groups {
-            let (mut first, mut second) = (0, 0);
-            let mut i = 0;
-            while i < dims.group_size {
-                let entry = shared::load_u32(at(lane * dims.group_size + i));
-                (first, second) = if entry > first { (entry, first) } else { (first, entry.max(second)) };
-                i += 1;
-            }
-            candidate = (key(value(first) + value(second)) + 1, lane);
-        }
-        sync_warp(FULL_MASK);
-        let mut kept = 0u32;
-        let mut i = 0;
-        while i < dims.top_groups {
-            let group = best(candidate).1;
-            kept |= 1 << (group & 31);
-            if group == lane {
-                candidate = (0, u32::MAX);
-            }
-            i += 1;
-        }
-        let mut expert = lane;
-        while expert < dims.experts {
-            // At least 2 — MoeRouter::plan; `max` tells the compiler, which would otherwise keep a panic path.
-            if kept >> ((expert / dims.group_size.max(1)) & 31) & 1 == 0 {
-                shared::store_u32(at(expert), 0);
-            }
-            expert += 32;
         }
     }
 }
@@ -292,6 +301,11 @@ macro_rules! entry {
                     if lane < dims.top_k {
                         shared::store_u32(chosen + 4 * (token * dims.top_k + lane), expert);
                     }
+                }
+                // As many words as a block has threads: those that are no pair's are no expert's.
+                let word = thread::thread_idx_x();
+                if word >= dims.tokens * dims.top_k {
+                    shared::store_u32(chosen + 4 * word, NO_POSITION);
                 }
                 thread::sync_threads();
                 sort(chosen, offsets, order, positions, &dims);

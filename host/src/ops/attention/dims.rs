@@ -151,6 +151,8 @@ impl Checked {
         let is_ring = matches!(kernel.variant.tile, AttentionTile::DecodeRing { .. });
         // Rows without keys have a block where there are splits at all.
         let merges = is_ring && !joins && dims.splits != 0 && each(items) == 1;
+        let mode: u32 = std::env::var("WF_MERGES").ok().and_then(|v| v.parse().ok()).unwrap_or(1);
+        let merges = merges && mode != 0;
         let merge_rows = blocks(&[dims.batch, dims.seq_q])?;
         let merge_grid =
             |parts: u32| [merge_rows, dims.heads_q, dims.head_dim_v.div_ceil(MERGE_COLUMNS * parts)];
@@ -164,7 +166,7 @@ impl Checked {
                 box_keys,
                 result_shift,
                 merge_parts,
-                merges: merges.into(),
+                merges: if merges { mode } else { 0 },
                 ..dims
             },
             // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for

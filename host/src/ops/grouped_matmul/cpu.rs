@@ -1,27 +1,37 @@
 //! The grouped product on the CPU: expert after expert, each as a matrix product, parallel over its columns.
 
 use abi::DType;
+use abi::ops::glu::Activation;
 use abi::ops::grouped_matmul::GroupedMatmulDims;
 use abi::ops::matmul::MatmulDims;
 use half::{bf16, f16};
 
-use super::GroupedMatmulArgs;
+use super::{GroupedMatmulArgs, GroupedMatmulProblem};
 use crate::ops::matmul::MatmulB;
-use crate::ops::matmul::cpu::{Strided, packed_sums, sums};
+use crate::ops::matmul::cpu::{Strided, gated, packed_sums, sums};
 use crate::ops::parallel::SharedSlice;
 use crate::tensor::FloatElement;
 use crate::weight::cpu::Packed;
 
 /// The products; `few`: rows are done a few at a time, so that each has the same bits among any number.
-pub(super) fn run(dtype: DType, (dims, few): (&GroupedMatmulDims, bool), args: &mut GroupedMatmulArgs<'_>) {
-    match dtype {
-        DType::F16 => experts::<f16>(dims, few, args),
-        DType::BF16 => experts::<bf16>(dims, few, args),
-        _ => experts::<f32>(dims, few, args),
+pub(super) fn run(
+    problem: &GroupedMatmulProblem,
+    (dims, few): (&GroupedMatmulDims, bool),
+    args: &mut GroupedMatmulArgs<'_>,
+) {
+    match problem.dtype {
+        DType::F16 => experts::<f16>(dims, few, problem.gate, args),
+        DType::BF16 => experts::<bf16>(dims, few, problem.gate, args),
+        _ => experts::<f32>(dims, few, problem.gate, args),
     }
 }
 
-fn experts<T: FloatElement>(dims: &GroupedMatmulDims, few: bool, args: &mut GroupedMatmulArgs<'_>) {
+fn experts<T: FloatElement>(
+    dims: &GroupedMatmulDims,
+    few: bool,
+    gate: Option<Activation>,
+    args: &mut GroupedMatmulArgs<'_>,
+) {
     let x = args.x.host_slice::<T>();
     let (w, packed) = match &args.w {
         MatmulB::Matrix(w) => (w.host_slice::<T>(), None),
@@ -62,15 +72,24 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, few: bool, args: &mut Grou
         let w = w.get(expert * dims.w_expert_stride as usize..).unwrap_or_default();
         let own_w = Strided { values: w, stride: dims.w_stride as usize, len: k };
         let store = |row: usize, col: usize, sums: &[f32]| {
+            let (col, len) = if gate.is_some() { (col / 2, sums.len() / 2) } else { (col, sums.len()) };
             let to = (start as usize + row) * dims.out_stride as usize + col;
             // SAFETY: rows do not overlap (GroupedMatmul::run), and each stretch of a row is stored once.
-            let out = unsafe { out.part(to, sums.len()) };
+            let out = unsafe { out.part(to, len) };
+            if let Some(activation) = gate {
+                return gated(sums, activation, out);
+            }
             for (out, &sum) in std::iter::zip(out, sums) {
                 *out = T::from_f32(sum);
             }
         };
         match &packed {
             Some(packed) => packed_sums(row_of, (packed, expert), (&own, few), store),
+            // The rows of the gate and of up in turn, so that a stretch of sums has both.
+            None if gate.is_some() => {
+                let up = dims.n as usize / 2;
+                sums(row_of, |row| own_w.row(row / 2 + row % 2 * up), (&own, few), store);
+            }
             None => sums(row_of, |row| own_w.row(row), (&own, few), store),
         }
     }

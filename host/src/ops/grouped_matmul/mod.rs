@@ -7,15 +7,19 @@ pub mod reference;
 mod select;
 
 use abi::DType;
+use abi::ops::glu::Activation;
 use abi::ops::grouped_matmul::{GroupedMatmulDims, WGMMA_X_ROWS};
-use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS, WGMMA_ROW_BYTES};
+use abi::ops::matmul::{
+    A_BY_TMA, A_IN_PIECES, ACTIVATED, B_IN_PIECES, GATED, MatmulEpilogue, OUT_IN_PIECES, OUT_IN_QUADS,
+    WGMMA_ROW_BYTES,
+};
 
 use crate::device::{Device, Invariance};
 use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work, count};
 use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::ops::matmul::{Activations, MatmulB, PackedVariant, matrix_map, rows_aligned};
+use crate::ops::matmul::{Activations, MatmulB, PackedVariant, curve, matrix_map, rows_aligned};
 use crate::ops::{check_blocks, check_size};
 use crate::plan::{Check, planned};
 use crate::stream::Stream;
@@ -53,7 +57,7 @@ pub struct GroupedMatmulProblem {
     pub rows: usize,
     /// Groups, each with a weight of its own.
     pub experts: usize,
-    /// Rows of a weight.
+    /// Columns of out: rows of a weight, or, if the product is gated, half as many.
     pub n: usize,
     /// Columns of x and of the weights.
     pub k: usize,
@@ -65,6 +69,9 @@ pub struct GroupedMatmulProblem {
     pub weight: Option<Layout>,
     /// What may become of x.
     pub activations: Activations,
+    /// A gated linear unit, of few rows and plain weights: each weight has `2 n` rows, those of the gate above those of
+    /// up, and out is the activation of the gate's product times up's.
+    pub gate: Option<Activation>,
 }
 
 impl GroupedMatmulProblem {
@@ -72,7 +79,12 @@ impl GroupedMatmulProblem {
     /// Activations::AsGiven`.
     pub fn new(rows: usize, experts: usize, n: usize, k: usize, dtype: DType) -> Self {
         let (from, activations) = (GroupedRows::Sorted, Activations::AsGiven);
-        GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight: None, activations }
+        GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight: None, activations, gate: None }
+    }
+
+    /// Rows of a weight.
+    pub(crate) fn w_rows(&self) -> usize {
+        if self.gate.is_some() { self.n.saturating_mul(2) } else { self.n }
     }
 }
 
@@ -81,8 +93,8 @@ impl GroupedMatmulProblem {
 pub struct GroupedMatmulArgs<'a> {
     /// `[rows, k]`; `[rows / fan_out, k]` if its rows are gathered.
     pub x: TensorView<'a>,
-    /// `[experts, n, k]`: weights as checkpoints store them, out features × in features; or packed ones of as many
-    /// experts, as planned.
+    /// `[experts, n, k]`, of a gated product `[experts, 2 n, k]`: weights as checkpoints store them, out features × in
+    /// features; or packed ones of as many experts, as planned.
     pub w: MatmulB<'a>,
     /// `[experts + 1]` u32: rows `offsets[e]..offsets[e + 1]` of out are expert e's. Ascending, at most `rows`.
     pub offsets: TensorView<'a>,
@@ -107,6 +119,10 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// Matrix product of groups of rows, each group with a weight of its own.
 ///
 /// `out[i, j] = Σ_l x[row(i), l] · w[e, j, l]` for `offsets[e] ≤ i < offsets[e + 1]`, with `row(i)` of [`GroupedRows`].
+///
+/// With a [gate](GroupedMatmulProblem::gate): `out[i, j] = act(Σ_l x[row(i), l] · w[e, j, l]) · Σ_l x[row(i), l] ·
+/// w[e, n + j, l]`, in f32 until out is rounded. On a card for few rows: up to 16 per expert on average, on Hopper's
+/// tensor cores 31 altogether; not under [`Invariance::Batch`]. `supports` says so.
 ///
 /// Groups may be of any size, also empty. Their bounds are read on the device, so that a recorded graph is right for
 /// whatever [`super::moe_permute`] found: only `rows` decides about the launch. An empty sum (k = 0) is 0.
@@ -229,7 +245,8 @@ impl Rung for Planned {
             return Ok(());
         }
         // Packed weights of many rows are multiplied as plain ones.
-        select(&limits, problem).map(|_| ())
+        select(&limits, problem)?;
+        select::tensor(&limits, problem).map(|_| ())
     }
 
     fn plan(device: &Device, problem: GroupedMatmulProblem) -> Result<Self, Error> {
@@ -278,7 +295,7 @@ impl Rung for Planned {
         let mut dims = self.check(&at, args)?;
         if self.device.limits().is_none() {
             let few = self.device.invariance() == Invariance::Batch;
-            cpu::run(self.problem.dtype, (&dims, few), args);
+            cpu::run(&self.problem, (&dims, few), args);
             return Ok(());
         }
         let rows = dims.rows as usize;
@@ -310,7 +327,8 @@ impl Rung for Planned {
         let GroupedMatmulArgs { x, offsets, order, out, .. } = &*args;
         let [offsets, order, out] = [(*offsets).into(), (*order).into(), out.into()];
         let GroupedMatmulTile::Wgmma { bn, .. } = tile else {
-            let params = [(*x).into(), w.into(), offsets, order, out, (&dims).into()];
+            let how = self.epilogue();
+            let params = [(*x).into(), w.into(), offsets, order, out, (&dims).into(), (&how).into()];
             // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned,
             // which `kernel` looks at for the tensor cores; the grid has every column of every slot; threads and
             // shared memory are the tile's.
@@ -336,7 +354,8 @@ impl Rung for Planned {
 
     // If every expert has rows.
     fn report(&self) -> OptimizationReport {
-        let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight, .. } = self.problem;
+        let GroupedMatmulProblem { rows, experts, n: columns, k, dtype, from, weight, .. } = self.problem;
+        let n = self.problem.w_rows();
         let x_rows = match from {
             GroupedRows::Sorted => rows,
             GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
@@ -345,10 +364,10 @@ impl Rung for Planned {
         let bits = weight.map_or(8.0 * dtype.bytes() as f32, |layout| layout.bits_per_weight(k as u32));
         let expert_bytes = count((n as f64 * k as f64 * f64::from(bits) / 8.0) as usize);
         let most_rows = rows;
-        let [rows, x_rows, experts, n, k] = [rows, x_rows, experts, n, k].map(count);
+        let [rows, x_rows, experts, n, k, columns] = [rows, x_rows, experts, n, k, columns].map(count);
         let work = Work {
             problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
-            bytes: experts.min(rows) * expert_bytes + (x_rows * k + rows * n) * count(dtype.bytes()),
+            bytes: experts.min(rows) * expert_bytes + (x_rows * k + rows * columns) * count(dtype.bytes()),
             flops: count(2) * rows * n * k,
         };
         if let Some(packed) = &self.packed {
@@ -396,6 +415,15 @@ impl Planned {
         let fits = |(choice, _): &&(GroupedMatmulChoice, Entry)| rows <= choice.max_rows;
         let in_pieces = in_pieces && !self.tensor.is_empty();
         if in_pieces { &self.tensor } else { &self.kernels }.iter().find(fits)
+    }
+
+    /// What becomes of the sums.
+    fn epilogue(&self) -> MatmulEpilogue {
+        let (options, curve) = match self.problem.gate {
+            Some(activation) => (ACTIVATED | GATED, curve(activation)),
+            None => (0, [0.0; _]),
+        };
+        MatmulEpilogue { options, scale: 1.0, residual_stride: 0, residual_batch_stride: 0, curve }
     }
 
     /// Whether k is one that operands in pieces can have.
@@ -449,9 +477,10 @@ impl Planned {
         };
         let [x_stride] = at.elements("x", *x, dtype, &[x_rows, k].map(Some))?;
         // Packed weights are as matrices of their size to all that follows, which reads none of them.
-        let of_w = (Some(experts), [n, k]);
+        let w_rows = self.problem.w_rows();
+        let of_w = (Some(experts), [w_rows, k]);
         let w = args.w.planned(at, "w", (self.problem.weight, dtype), of_w)?;
-        let [w_expert_stride, w_stride] = at.elements("w", w, dtype, &[experts, n, k].map(Some))?;
+        let [w_expert_stride, w_stride] = at.elements("w", w, dtype, &[experts, w_rows, k].map(Some))?;
         at.contiguous("offsets", *offsets, DType::U32, &[Some(experts + 1)])?;
         if let Some(order) = at.given("order", from != GroupedRows::Sorted, *order, ["planned"; 2])? {
             at.contiguous("order", order, DType::U32, &[Some(len)])?;
@@ -471,7 +500,7 @@ impl Planned {
             rows,
             x_rows: x_rows as u32,
             experts: experts as u32,
-            n: n as u32,
+            n: w_rows as u32,
             k: k as u32,
             fan_out: fan_out as u32,
             x_stride,
@@ -487,11 +516,11 @@ impl Planned {
 }
 
 fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
-    let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight, .. } = *problem;
+    let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight, gate, .. } = *problem;
     for (name, size) in [("rows", rows), ("experts", experts), ("n", n), ("k", k)] {
         check_size(OP, "problem", name, size)?;
     }
-    check_size(OP, "problem", "size of a weight", n.saturating_mul(k))?;
+    check_size(OP, "problem", "size of a weight", problem.w_rows().saturating_mul(k))?;
     // A slot's number and the offsets are added up in 32 bits.
     check_size(OP, "problem", "rows and experts", rows + experts)?;
     if experts == 0 {
@@ -506,6 +535,12 @@ fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
     }
     if !dtype.is_float() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
+    }
+    if gate == Some(Activation::Sigmoid) {
+        return Err(Error::invalid(OP, "problem", "a gate of silu, gelu_tanh or gelu_erf", "sigmoid"));
+    }
+    if gate.is_some() && weight.is_some() {
+        return Err(Error::invalid(OP, "problem", "plain weights of a gated product", "packed ones"));
     }
     if let Some(layout) = weight
         && let Some(expected) = layout.problem()

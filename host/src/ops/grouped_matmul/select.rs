@@ -49,15 +49,24 @@ impl GroupedMatmulChoice {
         variant: &'static GroupedMatmulVariant,
         problem: &GroupedMatmulProblem,
     ) -> Result<Self, Error> {
-        let GroupedMatmulProblem { rows, experts, n, k, dtype, .. } = *problem;
+        let GroupedMatmulProblem { rows, experts, k, dtype, .. } = *problem;
         if variant.dtype != dtype || !limits.floor.runs(variant.floor) {
             let expected = format!("{} on {}", variant.dtype, variant.floor);
             return Err(Error::invalid(OP, "variant", expected, format!("{dtype} on {}", limits.floor)));
         }
+        if !gates(variant.tile, problem) {
+            let expected = "a kernel for few rows of a gated product";
+            return Err(Error::invalid(OP, "variant", expected, variant.entry));
+        }
+        let n = problem.w_rows();
         let split_log2 = match variant.tile {
             // Half of the experts at least have rows.
             GroupedMatmulTile::Stream { .. } => {
                 stream_split_log2(limits.num_sms, n.saturating_mul(experts.div_ceil(2)), k)
+            }
+            // A block has the gate's column and up's.
+            GroupedMatmulTile::Gemv { .. } if problem.gate.is_some() => {
+                split_log2(limits, n, k, dtype).min(2)
             }
             _ => split_log2(limits, n, k, dtype),
         };
@@ -69,6 +78,12 @@ impl GroupedMatmulChoice {
         }
         Ok(GroupedMatmulChoice { variant, max_rows: usize::MAX, split_log2, why: "asked for".into() })
     }
+}
+
+/// Whether a kernel can do what becomes of the sums.
+fn gates(tile: GroupedMatmulTile, problem: &GroupedMatmulProblem) -> bool {
+    let few = matches!(tile, GroupedMatmulTile::Gemv { .. } | GroupedMatmulTile::Stream { .. });
+    few || problem.gate.is_none()
 }
 
 /// The kernels by ordinary arithmetic for every number of rows up to the problem's, fewest rows first: a run takes the
@@ -122,7 +137,10 @@ fn ladder(
     let mut choices = Vec::new();
     for &(max_rows, tile_rows) in rungs {
         let fits = |variant: &&GroupedMatmulVariant| {
-            variant.dtype == dtype && limits.floor.runs(variant.floor) && variant.tile.rows() == tile_rows
+            variant.dtype == dtype
+                && limits.floor.runs(variant.floor)
+                && variant.tile.rows() == tile_rows
+                && gates(variant.tile, problem)
         };
         let Some(variant) = variants.iter().copied().flatten().find(fits) else { continue };
         let largest = GroupedMatmulProblem { rows: rows.min(max_rows), ..*problem };
@@ -135,6 +153,16 @@ fn ladder(
         choices.push(GroupedMatmulChoice { max_rows, why, ..choice });
         if rows <= max_rows {
             break;
+        }
+    }
+    let has_tile =
+        |variant: &&GroupedMatmulVariant| variant.dtype == dtype && limits.floor.runs(variant.floor);
+    if problem.gate.is_some() && variants.iter().copied().flatten().any(|variant| has_tile(&variant)) {
+        let most = choices.last().map_or(0, |choice| choice.max_rows);
+        if rows > most {
+            let expected =
+                format!("at most {most} rows of a gated product of {experts} experts on {}", limits.floor);
+            return Err(Error::invalid(OP, "problem", expected, rows.to_string()));
         }
     }
     Ok(choices)
@@ -226,6 +254,31 @@ mod tests {
             for rows in [0, 8, 31, 32, 257, 2049, 8193, 32_769, 1 << 20] {
                 assert_eq!(of(rows), first, "{rows} on {floor}");
             }
+        }
+    }
+
+    #[test]
+    fn gated_products_have_few_rows() {
+        let of = |floor, invariance, rows| {
+            let limits = DeviceLimits { floor, smem_per_block_bytes: 227 << 10, invariance, ..LIMITS };
+            let gate = Some(abi::ops::glu::Activation::Silu);
+            let problem =
+                GroupedMatmulProblem { gate, ..GroupedMatmulProblem::new(rows, 128, 768, 2048, DType::BF16) };
+            let few =
+                |tile| matches!(tile, GroupedMatmulTile::Gemv { .. } | GroupedMatmulTile::Stream { .. });
+            let choices = [select(&limits, &problem)?, tensor(&limits, &problem)?];
+            assert!(choices.iter().flatten().all(|choice| few(choice.variant.tile)), "{choices:?}");
+            Ok::<_, Error>(())
+        };
+        for (floor, most) in [(Arch::Sm61, 2048), (Arch::Sm80, 2048), (Arch::Sm90a, 31)] {
+            assert!(of(floor, Invariance::default(), most).is_ok(), "{floor}");
+            let message = of(floor, Invariance::default(), most + 1).unwrap_err().to_string();
+            let expected = format!(
+                "grouped_matmul: problem: expected at most {most} rows of a gated product of 128 experts on {floor}, got {}",
+                most + 1
+            );
+            assert_eq!(message, expected);
+            assert!(of(floor, Invariance::Batch, 1).is_err(), "{floor}");
         }
     }
 

@@ -3,7 +3,7 @@
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, ACTIVATED, B_IN_PIECES, B_IS_CONSTANT, GATED, GELU_ERF, GELU_TANH, MatmulDims,
+    A_IN_PIECES, ACTIVATED, B_IN_PIECES, B_IS_CONSTANT, Curve, GATED, GELU_ERF, GELU_TANH, MatmulDims,
     MatmulEpilogue, OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU,
 };
 
@@ -11,6 +11,15 @@ use super::{Act, Bias, MatmulArgs, MatmulProblem, OP, Planned, Residual, RowNorm
 use crate::error::Error;
 use crate::plan::{Check, check_size, no_float};
 use crate::tensor::TensorView;
+
+/// An activation as the kernels have it.
+pub(crate) fn curve(activation: Activation) -> Curve {
+    match activation {
+        Activation::GeluTanh => GELU_TANH,
+        Activation::GeluErf => GELU_ERF,
+        _ => SILU,
+    }
+}
 
 /// Checks what does not depend on the device.
 pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
@@ -152,11 +161,7 @@ impl Planned {
         };
         if let Act::Of(activation) | Act::Gated(activation) = epilogue.act {
             how.options |= ACTIVATED;
-            how.curve = match activation {
-                Activation::GeluTanh => GELU_TANH,
-                Activation::GeluErf => GELU_ERF,
-                _ => SILU,
-            };
+            how.curve = curve(activation);
         }
         let shapes = Shapes { sizes: [m, n, k], dtype, out_dtype };
         let names = ["a", "b"];

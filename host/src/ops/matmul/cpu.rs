@@ -229,6 +229,20 @@ impl<T: FloatElement, O: FloatElement> Work for Finish<'_, T, O> {
     }
 }
 
+/// A gated linear unit of the sums of a gate and of up by turns.
+pub(crate) fn gated<T: FloatElement>(sums: &[f32], activation: Activation, out: &mut [T]) {
+    by_best(Finish::<T, T> {
+        sums,
+        n: Some(out.len()),
+        scale: 1.0,
+        activation: Some(activation),
+        bias: None,
+        added: None,
+        in_place: false,
+        out,
+    });
+}
+
 /// So many numbers, with zeros behind those that there are.
 #[inline(always)]
 fn padded<const N: usize>(numbers: &[f32]) -> [f32; N] {

@@ -41,6 +41,7 @@ pub use abi::ops::matmul::{
 };
 pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
+pub(crate) use check::curve;
 use check::{Launch, check_problem};
 pub(crate) use check::{Shapes, check_bias, rows_aligned};
 pub(crate) use packed::{

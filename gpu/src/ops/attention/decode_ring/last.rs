@@ -34,7 +34,9 @@ pub(super) unsafe fn merge_last<T: Element, const ROWS: u32>(
     to: &Merged<T>,
     dims: &AttentionDims,
 ) {
-    grid::near_end();
+    if dims.merges == 1 {
+        grid::near_end();
+    }
     // SAFETY: the caller's promise. What the branches around barriers depend on is the same in the whole block: numbers
     // of the block, and a word that all read behind the barrier after which it is written. The results of the other
     // blocks are visible: they are stored ahead of a barrier and of an addition that releases, and this block's addition

@@ -293,6 +293,9 @@ unsafe fn splits<
             start(&work, chunk >= CHUNKS, chunk % CHUNKS);
             chunk += 1;
         }
+        if dims.merges == 2 {
+            cuda_std::grid::near_end();
+        }
         let mut loaded = [[[0u32; 2]; HALVES]; STEPS];
         if !work.has_keys() || !has_registers {
             // Nothing is loaded.
