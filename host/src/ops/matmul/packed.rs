@@ -27,7 +27,7 @@ const FEW_MAX_ROWS: usize = 64;
 /// Up to so many rows by `wgmma`, of which a block has 64 at most: further blocks decode the weight again.
 const FEW_MAX_ROWS_WGMMA: usize = 128;
 /// Up to so many rows `mma.sync` costs no more than `wgmma`.
-const MMA_MAX_ROWS: usize = 32;
+const MMA_MAX_ROWS: usize = 16;
 /// Columns of a block by `wgmma`.
 const WGMMA_COLS: usize = 128;
 /// The same by ordinary arithmetic, which decodes the weight again for every two rows.
@@ -490,10 +490,13 @@ mod tests {
         // None: what is unpacked.
         for (limits, layout, n, rows, entry) in [
             (&hopper, INT4, 19456, 1, Some("matmul_bf16_int4__packed8__sm80")),
-            (&hopper, INT4, 19456, 32, Some("matmul_bf16_int4__packed32__sm80")),
+            (&hopper, INT4, 19456, 16, Some("matmul_bf16_int4__packed16__sm80")),
+            (&hopper, INT4, 19456, 17, Some("matmul_bf16_int4__packedw32__sm90a")),
+            (&hopper, INT4, 19456, 32, Some("matmul_bf16_int4__packedw32__sm90a")),
             (&hopper, INT4, 19456, 33, Some("matmul_bf16_int4__packedw64__sm90a")),
             (&hopper, INT4, 19456, 128, Some("matmul_bf16_int4__packedw64__sm90a")),
             (&hopper, INT4, 19456, 129, None),
+            (&hopper, INT4, 2560, 17, Some("matmul_bf16_int4__packed32__sm80")),
             (&hopper, INT4, 2560, 64, Some("matmul_bf16_int4__packed64__sm80")),
             (&hopper, INT4, 2560, 65, None),
             (&hopper, narrow, 19456, 64, Some("matmul_bf16_int4__packed64g32__sm80")),

@@ -200,11 +200,17 @@ macro_rules! matmul_packed_mma_table {
 macro_rules! matmul_packed_wgmma_table {
     ($callback:ident) => {
         $callback! {
+            matmul_f16_int4__packedw32__sm90a => f16, F16, Int4, Sm90a, Wgmma { rows: 32 };
             matmul_f16_int4__packedw64__sm90a => f16, F16, Int4, Sm90a, Wgmma { rows: 64 };
+            matmul_f16_int8__packedw32__sm90a => f16, F16, Int8, Sm90a, Wgmma { rows: 32 };
             matmul_f16_int8__packedw64__sm90a => f16, F16, Int8, Sm90a, Wgmma { rows: 64 };
+            matmul_f16_e4m3__packedw32__sm90a => f16, F16, E4m3, Sm90a, Wgmma { rows: 32 };
             matmul_f16_e4m3__packedw64__sm90a => f16, F16, E4m3, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_int4__packedw32__sm90a => bf16, BF16, Int4, Sm90a, Wgmma { rows: 32 };
             matmul_bf16_int4__packedw64__sm90a => bf16, BF16, Int4, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_int8__packedw32__sm90a => bf16, BF16, Int8, Sm90a, Wgmma { rows: 32 };
             matmul_bf16_int8__packedw64__sm90a => bf16, BF16, Int8, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_e4m3__packedw32__sm90a => bf16, BF16, E4m3, Sm90a, Wgmma { rows: 32 };
             matmul_bf16_e4m3__packedw64__sm90a => bf16, BF16, E4m3, Sm90a, Wgmma { rows: 64 };
         }
     };
