@@ -20,6 +20,7 @@
 mod packed;
 #[cfg(not(lacks_wgmma))]
 mod packed_wgmma;
+mod unpack;
 
 #[cfg(not(lacks_dependent_launch))]
 use abi::ops::matmul::MatmulNorm;
