@@ -11,14 +11,16 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use abi::ops::matmul::{MatmulTile, MatmulVariant};
+use abi::weight::{Codes, Layout as WeightLayout, ScaleType};
 use half::bf16;
 use proptest::prelude::*;
 use testkit::simulator::Card;
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{
-    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, RowNorm, reference,
+    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, Precision, RowNorm, reference,
 };
 use warpforge::ops::rmsnorm::NormWeight;
+use warpforge::weight::Weight;
 use warpforge::{Arch, Constant, DType, Device, Error, Tensor, TensorView};
 
 use crate::harness::{
@@ -423,11 +425,27 @@ fn constants_are_read_ahead() -> Result<(), Error> {
 /// A row whose squares do not fit f32 is normed as the same row times a power of two is.
 #[test]
 fn far_rows_are_normed() -> Result<(), Error> {
+    let int4 = WeightLayout {
+        codes: Codes::Int4,
+        group: 64,
+        rows: 1,
+        scale: ScaleType::Bf16,
+        zeros: true,
+        minimums: false,
+    };
+    let fp8 = WeightLayout { codes: Codes::E4m3, group: 0, zeros: false, ..int4 };
+    for layout in [None, Some(int4), Some(fp8)] {
+        far_rows_by(layout)?;
+    }
+    Ok(())
+}
+
+fn far_rows_by(layout: Option<WeightLayout>) -> Result<(), Error> {
     let (n, k) = (24, 72);
     let mut devices = devices();
     devices.push(Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?);
     let norm = Some(RowNorm { eps: 0.0, weight: NormWeight::Plain });
-    let problem = MatmulProblem { norm, ..MatmulProblem::new(1, n, k, DType::BF16) };
+    let problem = MatmulProblem { norm, weight: layout, ..MatmulProblem::new(1, n, k, DType::BF16) };
     for device in devices.iter().filter(|device| Matmul::supports(device, &problem).is_ok()) {
         let stream = device.stream()?;
         let plan = Matmul::plan(device, problem)?;
@@ -437,16 +455,18 @@ fn far_rows_are_normed() -> Result<(), Error> {
             Constant::new(Tensor::from_slice(&stream, shape, &values)?, &stream)
         };
         let (b, gain) = (constant(&[n, k], 7)?, constant(&[k], 5)?);
+        let source = layout.map(|layout| packed::Source::new([n, k], layout, 7));
+        let weight = source.map(|source| Weight::pack(&stream, &source)).transpose()?;
         let normed = |exponent: i32| {
             let row: Vec<bf16> = values(k, 11).map(|x| bf16::from_f32(x * 2f32.powi(exponent))).collect();
             let a = Tensor::from_slice(&stream, &[1, k], &row)?;
             let mut out = Tensor::empty(&stream, &[1, n], DType::BF16)?;
-            let gain = Some(gain.view());
-            plan.run(&stream, MatmulArgs { gain, ..MatmulArgs::new(a.view(), b.view(), out.view_mut()) })?;
+            let (gain, b) = (Some(gain.view()), weight.as_ref().map_or(b.view().into(), MatmulB::from));
+            plan.run(&stream, MatmulArgs { gain, ..MatmulArgs::new(a.view(), b, out.view_mut()) })?;
             out.to_vec::<bf16>(&stream)
         };
         let near = normed(0)?;
-        assert!(near.iter().any(|x| x.to_f32().abs() > 1.0), "{device:?}: {near:?}");
+        assert!(near.iter().any(|x| x.to_f32().abs() > 0.5), "{device:?}: {near:?}");
         for exponent in [-100, -80, 70, 100] {
             assert_eq!(normed(exponent)?, near, "2^{exponent} on {device:?}");
         }

@@ -65,7 +65,7 @@ pub struct Row<'a, T> {
 impl<T: Operand + Element> Row<'_, T> {
     /// Where a piece of the row lies in shared memory, and one of the gains.
     #[inline(always)]
-    fn row_at(piece: u32) -> u32 {
+    pub fn row_at(piece: u32) -> u32 {
         shared::base() + AHEAD_SUMS_BYTES + 16 * piece
     }
 
@@ -90,7 +90,7 @@ impl<T: Operand + Element> Row<'_, T> {
     /// - `num_pieces` pieces of the gains *in-bounds* and *aligned(16)*, no more than [`AHEAD_MAX_NORMED`] elements.
     /// - *exclusive*: shared memory as `MatmulTile::smem_bytes` says.
     #[inline(always)]
-    unsafe fn start_gains(&self, num_pieces: u32) {
+    pub unsafe fn start_gains(&self, num_pieces: u32) {
         if !self.gain.is_null() {
             Self::for_pieces(num_pieces, |piece| {
                 let from = self.gain.wrapping_add((piece * T::PER_PIECE) as usize);
@@ -100,25 +100,28 @@ impl<T: Operand + Element> Row<'_, T> {
         }
     }
 
-    /// Brings the row to shared memory, normed if there is a norm.
+    /// Brings the row to shared memory, normed if there is a norm; what `meanwhile` gives, which has loads of its own
+    /// while those of the row are on their way.
     ///
     /// # Safety
     /// - *converged*: all threads of the block, which have called `start_gains`; `num_pieces` pieces of a *in-bounds*
     ///   and *aligned(16)*, no more than `AHEAD_MAX_K` elements, or [`AHEAD_MAX_NORMED`] if there is a norm.
     /// - *exclusive*: shared memory as `MatmulTile::smem_bytes` says.
     #[inline(always)]
-    unsafe fn bring(&self, num_pieces: u32) {
+    pub unsafe fn bring<E>(&self, num_pieces: u32, meanwhile: impl FnOnce() -> E) -> E {
         // SAFETY: pieces that there are; a thread reads what it has copied itself, but for the sums, which have
         // barriers between — the caller.
         unsafe {
             Self::for_pieces(num_pieces, |piece| {
                 cp_async::cg_16(Self::row_at(piece), self.a.wrapping_add((piece * T::PER_PIECE) as usize));
             });
+            let given = meanwhile();
             cp_async::wait_all();
             if !self.gain.is_null() {
                 self.norm_pieces(num_pieces);
             }
             thread::sync_threads();
+            given
         }
     }
 
@@ -215,8 +218,9 @@ pub unsafe fn multiply<T: Operand + Element, const COLS: usize, const UNROLL: us
         // Of the column that this thread finishes, if it does: others' may be written meanwhile.
         let member = thread::thread_idx_x();
         let col = first_group * COLS as u32 + member;
-        let added = if member < groups * COLS as u32 && col < dims.n { prepare(col) } else { E::default() };
-        row.bring(num_pieces);
+        let added = row.bring(num_pieces, || {
+            if member < groups * COLS as u32 && col < dims.n { prepare(col) } else { E::default() }
+        });
         while piece < num_pieces {
             let mut u = 0;
             while u < UNROLL {

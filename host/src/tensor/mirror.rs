@@ -3,7 +3,7 @@
 use std::any::Any;
 
 use super::view::RawView;
-use super::{Dims, MAX_RANK, Tensor, TensorView, TensorViewMut};
+use super::{Constant, Dims, MAX_RANK, Tensor, TensorView, TensorViewMut};
 use crate::device::Device;
 use crate::error::Error;
 use crate::profile::Place;
@@ -102,6 +102,11 @@ impl<'a> Mirror<'a> {
         let mut copy = Tensor::empty(&self.on_host, tensor.shape(), tensor.dtype())?;
         self.on_card.queue().download(tensor.block.address(), copy.host_bytes_mut())?;
         Ok(copy)
+    }
+
+    /// A copy of a tensor that is not written any more.
+    pub(crate) fn constant(&mut self, name: &'static str, tensor: &Tensor) -> Result<Constant, Error> {
+        Constant::new(self.tensor(name, tensor)?, &self.on_host)
     }
 
     /// Keeps something as long as the copies.

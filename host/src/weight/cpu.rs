@@ -13,7 +13,7 @@ use half::f16;
 use super::{Counts, Weight};
 use crate::fp8::F8E4M3;
 use crate::simd::{LANES, Lanes, Work, by_best, load};
-use crate::tensor::{FloatElement, Tensor};
+use crate::tensor::FloatElement;
 
 /// Rows of a row of tiles.
 pub(crate) const ROWS: usize = TILE_ROWS as usize;
@@ -66,18 +66,11 @@ pub(crate) fn number(kind: ScaleType, bytes: &[u8], factor: f32) -> f32 {
 impl<'a> Packed<'a> {
     /// Of a weight in host memory.
     pub(crate) fn new(weight: &'a Weight) -> Self {
-        let bytes = |tensor: &'a Tensor| bytemuck::cast_slice(tensor.host_slice::<i8>());
-        let optional = |tensor: &'a Option<Tensor>| tensor.as_ref().map_or(&[][..], bytes);
-        Packed {
-            weight,
-            counts: weight.counts(),
-            codes: bytes(&weight.codes),
-            scales: bytes(&weight.scales),
-            zeros: optional(&weight.zeros),
-            minimums: optional(&weight.minimums),
-            supers: optional(&weight.supers),
-            super_minimums: optional(&weight.super_minimums),
-        }
+        let [codes, scales, zeros, minimums, supers, super_minimums] = weight
+            .parts()
+            .map(|part| part.map_or(&[][..], |part| bytemuck::cast_slice(part.host_slice::<i8>())));
+        let counts = weight.counts();
+        Packed { weight, counts, codes, scales, zeros, minimums, supers, super_minimums }
     }
 
     /// Numbers of a row of a as [`Packed::order`] leaves it.

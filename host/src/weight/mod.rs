@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::param::Param;
 use crate::profile::Place;
 use crate::stream::Stream;
-use crate::tensor::{Mirror, Tensor, TensorView, Views};
+use crate::tensor::{Constant, Mirror, Tensor, TensorView, Views};
 use crate::tensor_map::{Axis, Swizzle, TensorMap, Tiled};
 
 pub use abi::weight::{Codes, Layout, ScaleType};
@@ -369,26 +369,118 @@ pub struct Weight {
     globals: Vec<f32>,
     /// The same in device memory, where the layout has them and experts differ.
     device_globals: Option<Tensor>,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Option<Tensor>,
-    minimums: Option<Tensor>,
-    supers: Option<Tensor>,
-    super_minimums: Option<Tensor>,
+    /// Constants, which kernels may read ahead.
+    tensors: Tensors<Constant>,
 }
 
-impl fmt::Debug for Weight {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Weight { layout, experts, n, k, globals, .. } = self;
-        f.debug_struct("Weight")
-            .field("layout", layout)
-            .field("experts", experts)
-            .field("n", n)
-            .field("k", k)
-            .field("globals", globals)
-            .finish_non_exhaustive()
+/// A weight that is being made.
+pub(crate) struct Unmade {
+    layout: Layout,
+    experts: usize,
+    n: usize,
+    k: usize,
+    globals: Vec<f32>,
+    device_globals: Option<Tensor>,
+    tensors: Tensors<Tensor>,
+}
+
+/// What a weight is in memory; there if the layout has it.
+struct Tensors<T> {
+    codes: T,
+    scales: T,
+    zeros: Option<T>,
+    minimums: Option<T>,
+    supers: Option<T>,
+    super_minimums: Option<T>,
+}
+
+impl<T> Tensors<T> {
+    /// In the order of the kernels' parameters.
+    fn each(&self) -> [Option<&T>; 6] {
+        let Tensors { codes, scales, zeros, minimums, supers, super_minimums } = self;
+        let [zeros, minimums, supers, super_minimums] =
+            [zeros, minimums, supers, super_minimums].map(Option::as_ref);
+        [Some(codes), Some(scales), zeros, minimums, supers, super_minimums]
+    }
+
+    fn each_mut(&mut self) -> [Option<&mut T>; 6] {
+        let Tensors { codes, scales, zeros, minimums, supers, super_minimums } = self;
+        let [zeros, minimums, supers, super_minimums] =
+            [zeros, minimums, supers, super_minimums].map(Option::as_mut);
+        [Some(codes), Some(scales), zeros, minimums, supers, super_minimums]
+    }
+
+    /// The same of something else.
+    fn map<U>(self, mut to: impl FnMut(T) -> Result<U, Error>) -> Result<Tensors<U>, Error> {
+        Ok(Tensors {
+            codes: to(self.codes)?,
+            scales: to(self.scales)?,
+            zeros: self.zeros.map(&mut to).transpose()?,
+            minimums: self.minimums.map(&mut to).transpose()?,
+            supers: self.supers.map(&mut to).transpose()?,
+            super_minimums: self.super_minimums.map(&mut to).transpose()?,
+        })
     }
 }
+
+impl Unmade {
+    /// Room for a weight that is to be made on its device, with this global scale.
+    ///
+    /// **Errors**: as [`Weight::pack`].
+    pub(crate) fn new(
+        stream: &Stream,
+        layout: Layout,
+        experts: usize,
+        size: [usize; 2],
+        global: f32,
+    ) -> Result<Self, Error> {
+        pack::check_experts(&layout, experts, size)?;
+        Ok(Unmade { globals: vec![global; experts], ..pack::empty(stream, &layout, experts, size)? })
+    }
+
+    /// What it is to be: the layout, experts, and rows and columns of each.
+    pub(crate) fn what(&self) -> (Layout, usize, [usize; 2]) {
+        (self.layout, self.experts, [self.n, self.k])
+    }
+
+    /// Codes, scales and zero points, to be made.
+    pub(crate) fn parts(&mut self) -> (&mut Tensor, &mut Tensor, Option<&mut Tensor>) {
+        let Tensors { codes, scales, zeros, .. } = &mut self.tensors;
+        (codes, scales, zeros.as_mut())
+    }
+
+    fn counts(&self) -> Counts {
+        Counts::new(&self.layout, self.n, self.k)
+    }
+
+    /// The weight, as what the stream has made of it by now.
+    ///
+    /// **Errors**: [`Error::Driver`].
+    pub(crate) fn finish(self, stream: &Stream) -> Result<Weight, Error> {
+        let Unmade { layout, experts, n, k, globals, device_globals, tensors } = self;
+        let tensors = tensors.map(|tensor| Constant::new(tensor, stream))?;
+        Ok(Weight { layout, experts, n, k, globals, device_globals, tensors })
+    }
+}
+
+macro_rules! debug {
+    ($name:ident) => {
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let $name { layout, experts, n, k, globals, .. } = self;
+                f.debug_struct(stringify!($name))
+                    .field("layout", layout)
+                    .field("experts", experts)
+                    .field("n", n)
+                    .field("k", k)
+                    .field("globals", globals)
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}
+debug!(Weight);
+debug!(Unmade);
 
 /// How many numbers of each kind a weight has.
 #[derive(Clone, Copy, Debug)]
@@ -482,25 +574,6 @@ impl Weight {
         pack::random(stream, &layout, experts, size, seed)
     }
 
-    /// Room for a weight that is to be made on its device, with this global scale.
-    ///
-    /// **Errors**: as [`Weight::pack`].
-    pub(crate) fn unmade(
-        stream: &Stream,
-        layout: Layout,
-        experts: usize,
-        size: [usize; 2],
-        global: f32,
-    ) -> Result<Self, Error> {
-        pack::check_experts(&layout, experts, size)?;
-        Ok(Weight { globals: vec![global; experts], ..pack::empty(stream, &layout, experts, size)? })
-    }
-
-    /// Codes, scales and zero points, to be made.
-    pub(crate) fn unmade_parts(&mut self) -> (&mut Tensor, &mut Tensor, Option<&mut Tensor>) {
-        (&mut self.codes, &mut self.scales, self.zeros.as_mut())
-    }
-
     /// What it is.
     pub fn layout(&self) -> Layout {
         self.layout
@@ -523,25 +596,23 @@ impl Weight {
 
     /// Where it lies.
     pub fn place(&self) -> Place {
-        self.codes.view().place()
+        self.tensors.codes.view().place()
     }
 
     /// Bytes that it takes.
     pub fn bytes(&self) -> usize {
-        let Weight { zeros, minimums, supers, super_minimums, device_globals, .. } = self;
-        let optional = [zeros, minimums, supers, super_minimums, device_globals];
-        let optional: usize = optional.into_iter().flatten().map(Tensor::bytes).sum();
-        self.codes.bytes() + self.scales.bytes() + optional
+        let tensors = self.tensors.each().into_iter().flatten().map(|tensor| tensor.bytes());
+        tensors.sum::<usize>() + self.device_globals.as_ref().map_or(0, Tensor::bytes)
     }
 
     /// The matrix that it stands for, of which nothing may be read: for checks of sizes and places.
     pub(crate) fn outline(&self, dtype: DType) -> Result<TensorView<'_>, Error> {
-        self.codes.view().outline(&[self.n, self.k], dtype)
+        self.tensors.codes.view().outline(&[self.n, self.k], dtype)
     }
 
     /// The same of all experts.
     pub(crate) fn outline_of_experts(&self, dtype: DType) -> Result<TensorView<'_>, Error> {
-        self.codes.view().outline(&[self.experts, self.n, self.k], dtype)
+        self.tensors.codes.view().outline(&[self.experts, self.n, self.k], dtype)
     }
 
     fn counts(&self) -> Counts {
@@ -555,17 +626,7 @@ impl Weight {
 
     /// The addresses of its parts, in the order of the kernels' parameters.
     pub(crate) fn params(&self) -> [Param<'_>; 6] {
-        let address = |tensor: &Option<Tensor>| {
-            Param::Address(tensor.as_ref().map_or(0, |tensor| tensor.view().address()))
-        };
-        [
-            Param::Address(self.codes.view().address()),
-            Param::Address(self.scales.view().address()),
-            address(&self.zeros),
-            address(&self.minimums),
-            address(&self.supers),
-            address(&self.super_minimums),
-        ]
+        self.tensors.each().map(|tensor| Param::Address(tensor.map_or(0, |tensor| tensor.view().address())))
     }
 
     /// The tiles of 8 bits of all experts as rows of 64 bytes, in boxes of a tile of `rows` rows of the weight, which
@@ -576,7 +637,7 @@ impl Weight {
         let blocks = Axis { size: (self.experts * counts.row_blocks) as u64, stride_bytes: block_bytes };
         let tiled = Tiled {
             dtype: DType::I8,
-            address: self.codes.view().address(),
+            address: self.tensors.codes.view().address(),
             rows: counts.tiles as u64 * u64::from(TILE_ROWS),
             cols: u64::from(TILE_K),
             stride_bytes: u64::from(TILE_K),
@@ -597,37 +658,23 @@ impl Weight {
     /// Bytes as they are packed, for tests and for saving: codes, scales, zero points, minimums, super scales, those
     /// of the minimums.
     pub fn parts(&self) -> [Option<&Tensor>; 6] {
-        [
-            Some(&self.codes),
-            Some(&self.scales),
-            self.zeros.as_ref(),
-            self.minimums.as_ref(),
-            self.supers.as_ref(),
-            self.super_minimums.as_ref(),
-        ]
+        self.tensors.each().map(|tensor| tensor.map(|constant| &**constant))
     }
 }
 
 impl Views for &Weight {
     fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
         let Weight { layout, experts, n, k, .. } = **self;
-        let mut copy = |tensor: &Tensor| mirror.tensor(name, tensor);
-        let (codes, scales) = (copy(&self.codes)?, copy(&self.scales)?);
-        let mut optional = |tensor: &Option<Tensor>| tensor.as_ref().map(&mut copy).transpose();
-        let weight = Weight {
-            zeros: optional(&self.zeros)?,
-            minimums: optional(&self.minimums)?,
-            supers: optional(&self.supers)?,
-            super_minimums: optional(&self.super_minimums)?,
-            codes,
-            scales,
-            layout,
-            experts,
-            n,
-            k,
-            globals: self.globals.clone(),
-            device_globals: optional(&self.device_globals)?,
-        };
+        let Tensors { codes, scales, zeros, minimums, supers, super_minimums } = &self.tensors;
+        let mut copy = |tensor: &Constant| mirror.constant(name, tensor);
+        let (codes, scales) = (copy(codes)?, copy(scales)?);
+        let mut optional = |tensor: &Option<Constant>| tensor.as_ref().map(&mut copy).transpose();
+        let (zeros, minimums) = (optional(zeros)?, optional(minimums)?);
+        let (supers, super_minimums) = (optional(supers)?, optional(super_minimums)?);
+        let tensors = Tensors { codes, scales, zeros, minimums, supers, super_minimums };
+        let device_globals = self.device_globals.as_ref();
+        let device_globals = device_globals.map(|globals| mirror.tensor(name, globals)).transpose()?;
+        let weight = Weight { layout, experts, n, k, globals: self.globals.clone(), device_globals, tensors };
         // SAFETY: put among the arguments.
         *self = unsafe { mirror.hold(weight) };
         Ok(())

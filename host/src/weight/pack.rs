@@ -4,7 +4,7 @@ use abi::weight::{BLOCK_SCALES, Codes, ScaleType, TILE_K, TILE_ROWS};
 use rayon::prelude::*;
 
 use super::cpu::number;
-use super::{BYTES, Counts, Layout, OP, Weight, WeightSource};
+use super::{BYTES, Counts, Layout, OP, Tensors, Unmade, Weight, WeightSource};
 use crate::error::Error;
 use crate::plan::check_size;
 use crate::stream::Stream;
@@ -57,8 +57,7 @@ pub(super) fn pack<S: WeightSource>(
     if differ && layout.stored_scale() == ScaleType::E4m3 {
         weight.device_globals = Some(Tensor::from_slice(stream, &[experts], &weight.globals)?);
     }
-    stream.synchronize()?;
-    Ok(weight)
+    weight.finish(stream)
 }
 
 /// **Errors**: [`Error::Invalid`] unless there are experts, kernels take the layout, and experts are whole blocks.
@@ -85,7 +84,7 @@ pub(super) fn empty(
     layout: &Layout,
     experts: usize,
     [n, k]: [usize; 2],
-) -> Result<Weight, Error> {
+) -> Result<Unmade, Error> {
     let counts = Counts::new(layout, n, k);
     let too_large =
         || Error::invalid(OP, "source", "a size that can be counted", format!("{experts} of {n} × {k}"));
@@ -99,20 +98,15 @@ pub(super) fn empty(
     let super_bytes = blocks.checked_mul(counts.supers * TILE_ROWS as usize * 2).ok_or_else(too_large)?;
     let tensor = |bytes: usize| Tensor::empty(stream, &[bytes], BYTES);
     let optional = |wanted: bool, bytes: usize| wanted.then(|| tensor(bytes)).transpose();
-    Ok(Weight {
-        layout: *layout,
-        experts,
-        n,
-        k,
-        globals: Vec::new(),
-        device_globals: None,
+    let tensors = Tensors {
         codes: tensor(code_bytes)?,
         scales: tensor(scale_bytes)?,
         zeros: optional(layout.zeros, scales)?,
         minimums: optional(layout.minimums, scale_bytes)?,
         supers: optional(layout.scale.has_supers(), super_bytes)?,
         super_minimums: optional(layout.scale.has_supers() && layout.minimums, super_bytes)?,
-    })
+    };
+    Ok(Unmade { layout: *layout, experts, n, k, globals: Vec::new(), device_globals: None, tensors })
 }
 
 /// Bytes that are drawn at a time; of a larger tensor they are repeated.
@@ -158,7 +152,8 @@ pub(super) fn random(
             _ => byte,
         }
     });
-    fill(stream, Some(&mut weight.codes), codes)?;
+    let tensors = &mut weight.tensors;
+    fill(stream, Some(&mut tensors.codes), codes)?;
     let half = half::f16::from_f32(scale).to_bits().to_le_bytes();
     let of_scale = match layout.stored_scale() {
         ScaleType::F32 => scale.to_le_bytes().to_vec(),
@@ -170,13 +165,12 @@ pub(super) fn random(
         // 1, of the super scale.
         ScaleType::U8Super | ScaleType::I8Super => vec![1],
     };
-    fill(stream, Some(&mut weight.scales), of_scale.into_iter().cycle())?;
-    fill(stream, weight.zeros.as_mut(), std::iter::repeat(layout.codes.zero()))?;
-    fill(stream, weight.minimums.as_mut(), std::iter::repeat(0))?;
-    fill(stream, weight.supers.as_mut(), half.into_iter().cycle())?;
-    fill(stream, weight.super_minimums.as_mut(), half.into_iter().cycle())?;
-    stream.synchronize()?;
-    Ok(weight)
+    fill(stream, Some(&mut tensors.scales), of_scale.into_iter().cycle())?;
+    fill(stream, tensors.zeros.as_mut(), std::iter::repeat(layout.codes.zero()))?;
+    fill(stream, tensors.minimums.as_mut(), std::iter::repeat(0))?;
+    fill(stream, tensors.supers.as_mut(), half.into_iter().cycle())?;
+    fill(stream, tensors.super_minimums.as_mut(), half.into_iter().cycle())?;
+    weight.finish(stream)
 }
 
 /// Fills bytes with the first ones of `pattern`, over and over.
@@ -228,18 +222,10 @@ impl Parts {
 struct Offsets([usize; 6]);
 
 impl Offsets {
-    fn upload(&mut self, stream: &Stream, weight: &mut Weight, parts: &Parts) -> Result<(), Error> {
+    fn upload(&mut self, stream: &Stream, weight: &mut Unmade, parts: &Parts) -> Result<(), Error> {
         let Parts { codes, scales, zeros, minimums, supers, super_minimums } = parts;
-        let targets = [
-            Some(&mut weight.codes),
-            Some(&mut weight.scales),
-            weight.zeros.as_mut(),
-            weight.minimums.as_mut(),
-            weight.supers.as_mut(),
-            weight.super_minimums.as_mut(),
-        ];
         let parts = [codes, scales, zeros, minimums, supers, super_minimums];
-        for ((at, target), bytes) in self.0.iter_mut().zip(targets).zip(parts) {
+        for ((at, target), bytes) in self.0.iter_mut().zip(weight.tensors.each_mut()).zip(parts) {
             if let Some(target) = target
                 && !bytes.is_empty()
             {

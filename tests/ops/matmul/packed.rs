@@ -1,19 +1,24 @@
 //! Products with packed weights: every layout, by every kernel, against the values that the layout stands for.
 
+use std::sync::Arc;
+
 use abi::weight::{Codes, Layout as WeightLayout, ScaleType};
 use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::sample::select;
 use testkit::round::round_to;
+use testkit::simulator::Card;
 use testkit::strategies::{Rng, Values, dims_from};
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{
-    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
-    PACKED_WGMMA_VARIANTS, PackedChoices, select_packed,
+    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_AHEAD_VARIANTS,
+    PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedChoices, PackedVariant, RowNorm,
+    select_packed,
 };
 use warpforge::ops::quantize_weight::reference;
+use warpforge::ops::rmsnorm::NormWeight;
 use warpforge::weight::{GateUp, Weight, WeightSource};
-use warpforge::{DType, Device, Error, F8E4M3, Tensor};
+use warpforge::{Arch, DType, Device, Error, F8E4M3, Tensor};
 
 use super::case::*;
 use crate::harness::{
@@ -251,6 +256,38 @@ fn packed() -> impl Strategy<Value = PackedCase> {
     )
 }
 
+/// One row in pieces of 16 bytes, which may be normed before it is multiplied: of one round of tiles, or of several.
+fn packed_row() -> impl Strategy<Value = PackedCase> {
+    let k = prop_oneof![3 => 16usize..140, 1 => 260usize..300];
+    let norm = (
+        any::<bool>(),
+        prop_oneof![Just(1e-6f32), Just(0.5)],
+        prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
+    );
+    let types = prop_oneof![Just(DType::BF16), Just(DType::F16)];
+    let act = prop_oneof![
+        2 => Just(Act::None),
+        1 => Just(Act::Of(Activation::GeluTanh)),
+        1 => Just(Act::Gated(Activation::Silu))
+    ];
+    let ends = (act, any::<bool>(), any::<bool>());
+    let layouts = layouts().into_iter().filter(|layout| layout.codes != Codes::E6m9).collect::<Vec<_>>();
+    let parts = (types, dims_from(1, &[16, 32], 50), k, ends);
+    (parts, norm, select(layouts), any::<u64>()).prop_map(
+        |((dtype, n, k, (act, residual, bias)), (is_normed, eps, weight), layout, seed)| {
+            let gated = matches!(act, Act::Gated(_));
+            let problem = MatmulProblem {
+                bias: if bias && !gated { Bias::PerColumn } else { Bias::None },
+                epilogue: Epilogue { act, residual, ..Epilogue::NONE },
+                weight: Some(layout),
+                norm: is_normed.then_some(RowNorm { eps, weight }),
+                ..MatmulProblem::new(1, n, 8 * k, dtype)
+            };
+            PackedCase { case: contiguous(problem, seed), layout }
+        },
+    )
+}
+
 pub(super) fn work(case: &PackedCase) -> usize {
     let MatmulProblem { m, k, .. } = case.case.problem;
     let n = b_rows(&case.case.problem);
@@ -315,23 +352,27 @@ impl PackedCase {
     }
 }
 
+/// Every kernel that reads weights as they are packed.
+fn packed_variants() -> impl Iterator<Item = &'static PackedVariant> {
+    PACKED_VARIANTS
+        .iter()
+        .chain(PACKED_MMA_VARIANTS)
+        .chain(PACKED_AHEAD_VARIANTS)
+        .chain(PACKED_WGMMA_VARIANTS)
+}
+
 /// The wanted kernels that can do a case.
 fn run_variants(cards: &[Device], case: &PackedCase, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     let sources = case.sources();
     for device in cards {
-        for variant in PACKED_VARIANTS
-            .iter()
-            .chain(PACKED_MMA_VARIANTS)
-            .chain(PACKED_WGMMA_VARIANTS)
-            .filter(|v| wanted(v.entry))
-        {
+        for variant in packed_variants().filter(|v| wanted(v.entry)) {
             if let Ok(plan) = Matmul::plan_packed_with(device, case.problem(), variant) {
                 case.run(device, &plan, &sources)?;
             }
         }
         // What unpacks runs where it is planned: for many rows.
         if wanted_unpack(case, wanted) {
-            let problem = MatmulProblem { m: 65, ..case.problem() };
+            let problem = MatmulProblem { m: 65, norm: None, ..case.problem() };
             let many = PackedCase { case: Case { problem, ..case.case.clone() }, layout: case.layout };
             case_of_many(device, &many)?;
         }
@@ -366,8 +407,7 @@ pub(super) fn nothing() -> Result<(), TestCaseError> {
             for device in &all_cards() {
                 let stream = device.stream()?;
                 let weight = Weight::pack(&stream, &source)?;
-                let variants = PACKED_VARIANTS.iter().chain(PACKED_MMA_VARIANTS).chain(PACKED_WGMMA_VARIANTS);
-                let mut plans: Vec<Matmul> = variants
+                let mut plans: Vec<Matmul> = packed_variants()
                     .filter_map(|variant| Matmul::plan_packed_with(device, problem, variant).ok())
                     .collect();
                 // What unpacks is for many rows.
@@ -392,7 +432,8 @@ pub(super) fn nothing() -> Result<(), TestCaseError> {
 #[test]
 fn every_packed_kernel_is_simulated() -> Result<(), TestCaseError> {
     let entries = abi::ops::entries("matmul").filter(|entry| is_packed(entry));
-    every_kernel_of(entries, packed(), |case| 4 * work(case), run_variants)
+    let cases = prop_oneof![2 => packed(), 1 => packed_row()];
+    every_kernel_of(entries, cases, |case| 4 * work(case), run_variants)
 }
 
 proptest! {
@@ -406,6 +447,44 @@ proptest! {
             let plan = Matmul::plan(device, case.problem()).map_err(fail)?;
             case.run(device, &plan, &sources)?;
         }
+    }
+
+    /// One row, perhaps normed first: on the CPU, and on Hopper where a kernel takes the layout. Without the norm it
+    /// has the bits that it has among others.
+    #[test]
+    fn packed_normed_rows((case, on) in on_executors(packed_row, |case| 2 * work(case))) {
+        let (sources, problem) = (case.sources(), case.problem());
+        for device in &on.devices() {
+            let fits = Matmul::supports(device, &problem).is_ok();
+            let ahead = PACKED_AHEAD_VARIANTS.iter().any(|variant| {
+                Matmul::plan_packed_with(device, problem, variant).is_ok()
+            });
+            prop_assert_eq!(fits, ahead || device.limits().is_none() || problem.norm.is_none(), "{:?}", device);
+            if device.limits().is_some_and(|limits| limits.floor == Arch::Sm90a) && case.layout.is_wide() {
+                prop_assert!(ahead, "{:?}", device);
+            }
+            if fits {
+                let plan = Matmul::plan(device, problem).map_err(fail)?;
+                case.run(device, &plan, &sources)?;
+            }
+            if device.limits().is_some() && ahead && problem.norm.is_none() {
+                let weight = case.pack(device, &sources)?;
+                let inputs = case.inputs(&sources, false);
+                let run = |m| {
+                    let plan = Matmul::plan(device, MatmulProblem { m, ..problem }).map_err(fail)?;
+                    let rows = |values: &Vec<f64>| values.repeat(m);
+                    let inputs = Inputs {
+                        a: rows(&inputs.a),
+                        residual: inputs.residual.as_ref().map(rows),
+                        ..inputs.clone()
+                    };
+                    let problem = MatmulProblem { m, ..case.case.problem };
+                    product_of(device, &plan, &Case { problem, ..case.case.clone() }, &inputs, Some(&weight))
+                };
+                prop_assert_eq!(&run(1)?[..], &run(3)?[..problem.n], "{:?}", device);
+            }
+        }
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// Every kernel that can do the case, on every floor.
@@ -470,6 +549,39 @@ fn packed_rows_are_independent() -> Result<(), TestCaseError> {
                 prop_assert_eq!(&all[3 * n..(3 + rows) * n], &alone[..], "{} rows of {:?}", rows, layout);
             }
         }
+    }
+    Ok(())
+}
+
+/// One row takes the kernel that reads weights ahead where it lies at multiples of 16 bytes.
+#[test]
+fn packed_weights_are_read_ahead() -> Result<(), Error> {
+    let layout = WeightLayout {
+        codes: Codes::Int4,
+        group: 64,
+        rows: 1,
+        scale: ScaleType::F16,
+        zeros: false,
+        minimums: false,
+    };
+    let (n, k) = (72, 256);
+    for (offset, rows, wanted) in [
+        (0, 1, "matmul_bf16_int4__packedahead__sm90a"),
+        (1, 1, "matmul_bf16_int4__packed1__sm61"),
+        (0, 2, "matmul_bf16_int4__packed8__sm80"),
+    ] {
+        let card = Arc::new(Card::new(Arch::Sm90a));
+        let device = Device::simulated(card.clone())?;
+        let stream = device.stream()?;
+        let weight = Weight::pack(&stream, &Source::new([n, k], layout, 3))?;
+        let a = Tensor::zeros(&stream, &[offset + rows * k], DType::BF16)?;
+        let a = a.view().slice(0, offset..offset + rows * k)?.reshape(&[rows, k])?;
+        let mut out = Tensor::empty(&stream, &[rows, n], DType::BF16)?;
+        let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(4, n, k, DType::BF16) };
+        let plan = Matmul::plan(&device, problem)?;
+        plan.run(&stream, MatmulArgs::new(a, &weight, out.view_mut()))?;
+        assert_eq!(card.launched().into_iter().collect::<Vec<_>>(), [wanted]);
+        assert!(out.to_vec::<bf16>(&stream)?.iter().all(|value| value.to_f32() == 0.0));
     }
     Ok(())
 }

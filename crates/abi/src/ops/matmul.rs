@@ -5,8 +5,8 @@ use crate::{Arch, DType};
 mod packed;
 
 pub use packed::{
-    PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, UNPACK_VARIANTS,
-    UnpackVariant, WGMMA_PACKED_STAGES, WGMMA_PACKED_STAGES_OF_A,
+    PACKED_AHEAD_VARIANTS, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile,
+    PackedVariant, UNPACK_VARIANTS, UnpackVariant, WGMMA_PACKED_STAGES, WGMMA_PACKED_STAGES_OF_A,
 };
 
 /// Sizes and strides of one launch, in elements. The int8 product takes the same.
@@ -114,10 +114,11 @@ impl crate::Params for MatmulNorm {}
 pub const AHEAD_MAX_K: u32 = 12288;
 
 /// Longest row that it norms; the gains lie behind it in shared memory.
-pub const AHEAD_MAX_NORMED: u32 = 4096;
+pub const AHEAD_MAX_NORMED: u32 = AHEAD_MAX_K / 2;
 
-/// Bytes of shared memory of an `Ahead` tile before the row: its sums, and the norm's.
-pub const AHEAD_SUMS_BYTES: u32 = 128;
+/// Bytes of shared memory of an `Ahead` tile before the row: its sums, of packed weights 16 for each warp, and the
+/// norm's.
+pub const AHEAD_SUMS_BYTES: u32 = WARPS * 64;
 
 /// Coefficients of P in `x / (1 + 2^(x · P(min(x², `[`CURVE_END`]`))))`, one form for all activations: a kernel has a
 /// hundred sums in a thread's registers, and so as many copies of the formula.

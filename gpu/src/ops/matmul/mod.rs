@@ -11,15 +11,18 @@
 //! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per tile shares k: `matmul::split_k_wgmma` |
 //! | `Swapped` | dozens to hundreds of rows, from sm_90a on | a block or a cluster per tile: `matmul::swapped_wgmma` |
 //! | fp8 | many rows that are made fp8, packed fp8 weights | persistent blocks, 128 × 128 to 192 × 128: `matmul::fp8` |
-//! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed`, `packed_wgmma` |
+//! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed` and the files beside it |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or
 //! registers, sums are f32, and out is rounded once, behind all of the [`crate::matmul::epilogue`]. Of several products
 //! of the same size each has a layer of blocks.
 
 mod packed;
+#[cfg(not(lacks_dependent_launch))]
+mod packed_ahead;
 #[cfg(not(lacks_wgmma))]
 mod packed_wgmma;
+mod unpack;
 
 #[cfg(not(lacks_dependent_launch))]
 use abi::ops::matmul::MatmulNorm;

@@ -17,6 +17,7 @@
 //! - How k is shared depends on n, k and the card alone: a row's result depends on that row alone, and is the same for
 //!   every `rows` of a kind.
 //! - `Wgmma`: the same tiles and lanes by `wgmma`, for dozens of rows: see `packed_wgmma`.
+//! - `packed_ahead`: one row, whose weight is read before the kernel ahead has ended.
 //! - `unpack` makes rows of the weight a plain matrix, for products of many rows.
 
 use abi::ops::matmul::{A_IN_PIECES, MatmulDims, MatmulEpilogue, THREADS, WARPS};
@@ -29,10 +30,10 @@ use cuda_std::{cp_async, math};
 use cuda_std::{global, grid, kernel, shared, thread, warp};
 
 use crate::matmul::epilogue::Epilogue;
+use crate::matmul::few_rows_simt;
 use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packed, RawScales};
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::weight::{FewWords, MIDDLE, MINIMUMS, OF_32, Row, ZEROS};
-use crate::matmul::{few_rows_simt, simt};
 
 #[cfg(not(lacks_wgmma))]
 use super::packed_wgmma;
@@ -48,7 +49,7 @@ pub(super) fn sum_address(row: u32, col: u32) -> u32 {
 
 /// This warp's columns and its part of their k.
 pub(super) struct Part {
-    part: u32,
+    pub(super) part: u32,
     /// Row of tiles, not beyond the last.
     pub(super) row_block: u32,
 }
@@ -263,6 +264,13 @@ unsafe fn stage<T, const ROWS: u32, const TILES: usize>(
 #[cfg(not(lacks_mma_sync))]
 const TILES_OF_PART: u32 = 4;
 
+/// Tiles of a part of k: the last parts may have fewer, or none.
+#[cfg(not(lacks_mma_sync))]
+#[inline(always)]
+pub(super) fn tiles_of_part(tiles: u32, dims: &MatmulDims) -> u32 {
+    tiles.div_ceil(1 << dims.split_log2).next_multiple_of(TILES_OF_PART)
+}
+
 /// Codes and scales of `TILES` tiles from `tile` on, those beyond the last that one's: no branch keeps loads from being
 /// started together, or makes one wait for others.
 ///
@@ -354,7 +362,7 @@ unsafe fn multiply_mma<
         i += 1;
     }
     let tiles = packed.dims.tiles;
-    let of_part = tiles.div_ceil(1 << dims.split_log2).next_multiple_of(TILES_OF_PART);
+    let of_part = tiles_of_part(tiles, dims);
     let weight = packed.row::<C>(own.row_block);
     let walk = Walk { a, rows, of_part, first: own.part * of_part, part: own.part, pieces: &pieces };
     let early = tiles.min(walk.first + TILES as u32).saturating_sub(walk.first);
@@ -466,7 +474,7 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
         while i < TILES {
             let tile = self.first + at + i as u32;
             let raw = raw[i].of_tile(tile < packed.dims.tiles);
-            let place = (of_a + (i * FRAGMENTS) as u32 * 8 * A_LINE, self.pieces);
+            let of_tile = of_a + (i * FRAGMENTS) as u32 * 8 * A_LINE;
             // SAFETY: the caller's promise; a tile that exists. Registers do not suffice for the zero points of tiles
             // on their way.
             unsafe {
@@ -475,21 +483,27 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
                 } else {
                     [0; 2]
                 };
-                add_tile::<C, T, FRAGMENTS, GROUP, ORIGIN>(packed, (&words[i], &raw, zeros), place, sums);
+                let steps = |fragment: usize| {
+                    let [first, second] = self.pieces[fragment];
+                    let [a, b, c, d] = shared::load_u32x4(of_tile + first);
+                    let [e, f, g, h] = shared::load_u32x4(of_tile + second);
+                    [[a, b], [c, d], [e, f], [g, h]]
+                };
+                add_tile::<C, T, FRAGMENTS, GROUP, ORIGIN>(packed, (&words[i], &raw, zeros), steps, sums);
             }
             i += 1;
         }
     }
 }
 
-/// Adds the product of a tile and the rows of a at `at`, of which the lane's pieces lie at `pieces`. Of a tile that
-/// does not exist a is 0, and the scales are finite.
+/// Adds the product of a tile and the rows of a, of which `steps(fragment)` gives the lane's registers of `mma`'s
+/// second operand. Of a tile that does not exist a is 0, and the scales are finite.
 ///
 /// # Safety
-/// - *converged*: all 32 lanes; the tile of a has been staged, and nobody writes it.
+/// - *converged*: all 32 lanes.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn add_tile<
+pub(super) unsafe fn add_tile<
     C: Code<Words = FewWords>,
     T: Pair,
     const FRAGMENTS: usize,
@@ -498,7 +512,7 @@ unsafe fn add_tile<
 >(
     packed: &Packed,
     (words, raw, zeros): (&FewWords, &RawScales, [u32; 2]),
-    (at, pieces): (u32, &[[u32; 2]; FRAGMENTS]),
+    steps: impl Fn(usize) -> [[u32; 2]; 4],
     sums: &mut [[f32; 4]; FRAGMENTS],
 ) {
     let has_minimums = ORIGIN == MINIMUMS;
@@ -514,15 +528,13 @@ unsafe fn add_tile<
     while i < FRAGMENTS {
         let (mut part, mut total) = ([0f32; 4], [0f32; 4]);
         let mut step = 0;
+        let x = steps(i);
         // SAFETY: the caller's promise.
         unsafe {
-            let halves = [shared::load_u32x4(at + pieces[i][0]), shared::load_u32x4(at + pieces[i][1])];
             while step < 4 {
-                let (half, word) = (&halves[step / 2], step % 2 * 2);
-                let x = [half[word], half[word + 1]];
-                part = T::multiply_add(weights[step], x, part);
+                part = T::multiply_add(weights[step], x[step], part);
                 if has_minimums {
-                    total = T::multiply_add([T::ONES; 4], x, total);
+                    total = T::multiply_add([T::ONES; 4], x[step], total);
                 }
                 // At the end of a group.
                 if (step as u32 + 1).is_multiple_of(GROUP / STEP_K) {
@@ -541,58 +553,6 @@ unsafe fn add_tile<
             }
         }
         i += 1;
-    }
-}
-
-/// Rows of a weight as a plain matrix, each value rounded once: warps take tiles in turn.
-///
-/// # Safety
-/// - *converged*: all threads of the block; `out` has `dims.n` rows of `dims.k`, the weight as many from `first_block`
-///   on — checked in `Matmul::run`.
-#[inline(always)]
-unsafe fn unpack<C: Code, T: Element>(packed: &Packed, out: *mut T, dims: &MatmulDims) {
-    // At least 1, or there were no blocks; `max` tells the compiler.
-    let tiles = packed.dims.tiles.max(1);
-    let blocks = dims.n.div_ceil(TILE_ROWS);
-    let lane = thread::lane();
-    let mut index = thread::block_idx_x() * WARPS + thread::warp_idx();
-    // SAFETY: the caller's promise; each element is one lane's.
-    unsafe {
-        grid::begin();
-        while index < blocks * tiles {
-            let (row_block, tile) = (index / tiles, index % tiles);
-            let row = packed.row::<C>(row_block);
-            let words = row.words::<C>(tile);
-            let raw = row.raw_scales::<C, ANY>(tile, packed.has_minimums::<C>());
-            let [scales, minimums] = packed.numbers::<C, ANY>(&raw, packed.has_minimums::<C>());
-            let zeros = row.raw_zeros::<C, ANY>(tile);
-            let mut step = 0;
-            while step < 4 {
-                let (scale, minimum) = (scales[step], minimums[step]);
-                let values = weight::values::<C>(&words, step, packed.any_zero::<C>(zeros, step as u32));
-                let k = tile * TILE_K + step as u32 * 16 + lane % 4 * 4;
-                let mut half = 0;
-                while half < 2 {
-                    let row = row_block * TILE_ROWS + lane / 4 + 8 * half as u32;
-                    if row < dims.n && k < dims.k {
-                        let mut quad = [0.0; 4];
-                        let mut i = 0;
-                        while i < 4 {
-                            quad[i] = values[half][i] * scale[half];
-                            if packed.has_minimums::<C>() {
-                                quad[i] -= minimum[half];
-                            }
-                            i += 1;
-                        }
-                        // The matrix is n rows of k here.
-                        simt::store_quad(out, row, k, quad, &MatmulDims { n: dims.k, ..*dims });
-                    }
-                    half += 1;
-                }
-                step += 1;
-            }
-            index += thread::grid_dim_x() * WARPS;
-        }
     }
 }
 
@@ -672,30 +632,3 @@ macro_rules! wgmma_entries {
 }
 #[cfg(not(lacks_wgmma))]
 abi::matmul_packed_wgmma_table!(wgmma_entries);
-
-macro_rules! unpack_entries {
-    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident;)*) => {$(
-        /// Entry point; see the module and `abi::ops::matmul`.
-        ///
-        /// # Safety
-        /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = 2, waits)]
-        #[allow(non_snake_case, clippy::too_many_arguments)]
-        pub unsafe fn $entry(
-            codes: *const u32,
-            scales: *const u8,
-            zeros: *const u8,
-            minimums: *const u8,
-            supers: *const u16,
-            super_minimums: *const u16,
-            out: *mut $type,
-            dims: MatmulDims,
-            weight: WeightDims,
-        ) {
-            let packed = Packed { codes, scales, zeros, minimums, supers, super_minimums, dims: weight };
-            // SAFETY: 256 threads; the weight's rows and out's — Matmul::run.
-            unsafe { unpack::<$codes, $type>(&packed, out, &dims) }
-        }
-    )*};
-}
-abi::matmul_unpack_table!(unpack_entries);

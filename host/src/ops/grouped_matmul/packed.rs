@@ -80,7 +80,7 @@ fn fits(
     let shaped = match variant.tile {
         PackedTile::Mma { group, .. } => takes(group, layout) && problem.k.is_multiple_of(4),
         PackedTile::Simt { .. } => true,
-        PackedTile::Wgmma { .. } => false,
+        PackedTile::Ahead { .. } | PackedTile::Wgmma { .. } => false,
     };
     shaped
         && variant.dtype == problem.dtype
@@ -101,7 +101,7 @@ pub fn select(
         // Of several that of the longest groups.
         let group = |variant: &&PackedVariant| match variant.tile {
             PackedTile::Mma { group, .. } => group,
-            PackedTile::Simt { .. } | PackedTile::Wgmma { .. } => 0,
+            _ => 0,
         };
         variants
             .iter()
@@ -210,7 +210,7 @@ pub(super) fn forced(
     (choices.dense_from, choices.fp8) = (None, None);
     let only = vec![GroupedPackedChoice { variant, max_rows: usize::MAX }];
     match variant.tile {
-        PackedTile::Mma { .. } | PackedTile::Wgmma { .. } => choices.mma = only,
+        PackedTile::Mma { .. } | PackedTile::Ahead { .. } | PackedTile::Wgmma { .. } => choices.mma = only,
         PackedTile::Simt { .. } => (choices.simt, choices.mma) = (only, Vec::new()),
     }
     Ok(choices)

@@ -54,15 +54,9 @@ pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
                 eps.to_string(),
             ));
         }
-        if batch != 1 || m > 1 || problem.weight.is_some() {
-            let got =
-                format!("{batch} of {m} rows{}", if problem.weight.is_some() { ", b packed" } else { "" });
-            return Err(Error::invalid(
-                OP,
-                "problem",
-                "one product of one row with a plain b, beside a norm",
-                got,
-            ));
+        if batch != 1 || m > 1 {
+            let got = format!("{batch} of {m} rows");
+            return Err(Error::invalid(OP, "problem", "one product of one row, beside a norm", got));
         }
     }
     if !epilogue.scale.is_finite() {

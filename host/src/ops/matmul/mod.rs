@@ -35,9 +35,9 @@ use crate::weight::{Layout, Weight};
 use planned::{Backend, Planned, residual};
 
 pub use abi::ops::matmul::{
-    AHEAD_VARIANTS, FP8_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS,
-    PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, STREAM_VARIANTS, UNPACK_VARIANTS,
-    VARIANTS, WGMMA_VARIANTS,
+    AHEAD_VARIANTS, FP8_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_AHEAD_VARIANTS,
+    PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, STREAM_VARIANTS,
+    UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
@@ -355,10 +355,11 @@ impl Views for Residual<'_> {
 /// 2020). The sums never go through memory. |x| times 2^-22 is the most by which the activation of x errs, as a sum
 /// errs that is x; what it makes of large negative x may be 0 below 2^-126.
 ///
-/// With a [`RowNorm`] the row of a is normed first, a decode step's norm and product in one launch: of one row, with a
-/// plain b. A card does it from Hopper on, for f16 and bf16, where b is small enough to be loaded whole before the
-/// kernel ahead has ended (Qwen3-0.6B's layers: 1024 × 6144), and takes b and the gain as
-/// [constants](crate::Constant) at multiples of 16 bytes; the CPU does it in any case. `supports` says so;
+/// With a [`RowNorm`] the row of a is normed first, a decode step's norm and product in one launch: of one row. A card
+/// does it from Hopper on, for f16 and bf16. A plain b has to be small enough to be loaded whole before the kernel
+/// ahead has ended (Qwen3-0.6B's layers: 1024 × 6144), and is taken as a [constant](crate::Constant) at multiples of 16
+/// bytes, which a packed one always is; that is of 4 or 8 bits, and a row has up to 6144 elements, a multiple of 8. The
+/// gain is a constant at multiples of 16 bytes too. The CPU does it in any case. `supports` says so;
 /// [`RmsNorm`](crate::ops::rmsnorm::RmsNorm) before the product is for all else.
 ///
 /// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.

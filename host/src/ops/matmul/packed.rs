@@ -4,13 +4,15 @@
 use std::cmp::Reverse;
 
 use abi::ops::matmul::{
-    A_IN_PIECES, MatmulDims, MatmulEpilogue, MatmulVariant, OUT_IN_F32, OUT_IN_QUADS, PACKED_MMA_VARIANTS,
-    PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
+    A_IN_PIECES, B_IS_CONSTANT, MatmulDims, MatmulEpilogue, MatmulNorm, MatmulVariant, NEXT_MAY_START,
+    OUT_IN_F32, OUT_IN_QUADS, PACKED_AHEAD_VARIANTS, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
+    PACKED_WGMMA_VARIANTS, PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
 };
 use abi::weight::{Codes, Layout, TILE_K, TILE_ROWS, WeightDims};
 use abi::{Arch, DType};
 
 use super::fp8::{self, Fp8};
+use super::select::ahead_max_k;
 use super::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, OP, Planned, Residual, residual};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
@@ -27,7 +29,7 @@ const FEW_MAX_ROWS: usize = 64;
 /// Up to so many rows by `wgmma`, of which a block has 64 at most: further blocks decode the weight again.
 const FEW_MAX_ROWS_WGMMA: usize = 128;
 /// Up to so many rows `mma.sync` costs no more than `wgmma`.
-const MMA_MAX_ROWS: usize = 32;
+const MMA_MAX_ROWS: usize = 16;
 /// Columns of a block by `wgmma`.
 const WGMMA_COLS: usize = 128;
 /// The same by ordinary arithmetic, which decodes the weight again for every two rows.
@@ -36,6 +38,8 @@ const FEW_MAX_ROWS_SIMT: usize = 8;
 pub(crate) const FEW_MAX_ROWS_E6M9: usize = 2;
 /// Bytes of a stripe of the weight that is unpacked at a time, which stay in L2 until they are multiplied.
 const STRIPE_BYTES: usize = 24 << 20;
+/// Blocks of the kernel of one row that a multiprocessor holds.
+const AHEAD_BLOCKS_PER_SM: usize = 4;
 /// Warps of a multiprocessor that share columns' k until all of them have work.
 const WARPS_PER_SM: usize = 16;
 
@@ -51,6 +55,8 @@ pub struct PackedChoice {
 /// What a plan does for a number of rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PackedChoices {
+    /// The kernel of one row that is aligned to 16 bytes, which reads the weight ahead; none if there is none.
+    pub ahead: Option<&'static PackedVariant>,
     /// Kernels of few rows for operands of any address, fewest rows first.
     pub simt: Vec<PackedChoice>,
     /// Kernels of few rows on tensor cores, for rows aligned to 16 bytes.
@@ -72,16 +78,13 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
     let of = |variants: &'static [PackedVariant]| {
         let mut rungs: Vec<PackedChoice> = variants
             .iter()
-            .filter(|variant| few && variant.dtype == dtype && variant.codes == layout.codes)
-            .filter(|variant| limits.floor.runs(variant.floor))
-            .filter(|variant| variant.tile.smem_bytes() <= limits.smem_per_block_bytes)
-            .filter(|variant| suits(variant.tile, layout, k))
+            .filter(|variant| can(limits, problem, layout, variant))
             .map(|variant| PackedChoice { variant, max_rows: variant.tile.rows() as usize })
             .collect();
         // Of several those of the longest groups.
         let group = |rung: &PackedChoice| match rung.variant.tile {
             PackedTile::Mma { group, .. } => group,
-            PackedTile::Simt { .. } | PackedTile::Wgmma { .. } => 0,
+            _ => 0,
         };
         rungs.sort_by_key(|rung| (rung.max_rows, Reverse(group(rung))));
         rungs.dedup_by_key(|rung| rung.max_rows);
@@ -116,6 +119,7 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
     };
     let dense_from = (m > most).then(|| most + 1);
     PackedChoices {
+        ahead: ahead(limits, problem, layout),
         simt,
         mma,
         dense_from,
@@ -123,6 +127,34 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
         fp8: (fp8::variants(limits, problem, layout), FEW_MAX_ROWS + 1),
         split_log2: split_log2(limits, problem.b_rows(), k),
     }
+}
+
+/// The kernel of one row that reads the weight ahead: where its blocks are all there at once.
+fn ahead(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -> Option<&'static PackedVariant> {
+    let cols = (TILE_ROWS * WARPS) as usize >> split_log2(limits, problem.b_rows(), problem.k);
+    let most = AHEAD_BLOCKS_PER_SM * limits.num_sms.max(1) as usize;
+    let pays = !limits.is_invariant() && problem.b_rows().div_ceil(cols) <= most;
+    // Of several the one of the longest groups.
+    let group = |variant: &&PackedVariant| match variant.tile {
+        PackedTile::Ahead { group, .. } => group,
+        _ => 0,
+    };
+    let fits = |variant: &&PackedVariant| pays && can(limits, problem, layout, variant);
+    PACKED_AHEAD_VARIANTS.iter().filter(fits).max_by_key(group)
+}
+
+/// Whether a kernel can do a problem, of any number of rows or of one.
+fn can(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout, variant: &PackedVariant) -> bool {
+    let is_one_row = matches!(variant.tile, PackedTile::Ahead { .. });
+    let ends = if is_one_row {
+        problem.out_dtype == problem.dtype && problem.k <= ahead_max_k(problem) as usize
+    } else {
+        few_can(problem) && problem.norm.is_none()
+    };
+    ends && (variant.dtype, variant.codes) == (problem.dtype, layout.codes)
+        && limits.floor.runs(variant.floor)
+        && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
+        && suits(variant.tile, layout, problem.k)
 }
 
 /// Whether no tensor core takes the codes, but they take what is unpacked.
@@ -162,6 +194,7 @@ fn suits(tile: PackedTile, layout: &Layout, k: usize) -> bool {
     match tile {
         PackedTile::Simt { .. } => true,
         PackedTile::Mma { group, .. } => takes(group, layout) && k.is_multiple_of(4),
+        PackedTile::Ahead { group, .. } => takes(group, layout) && k.is_multiple_of(8),
         PackedTile::Wgmma { .. } => takes(TILE_K, layout) && !layout.minimums && k.is_multiple_of(8),
     }
 }
@@ -175,19 +208,18 @@ pub(super) fn forced(
     let Some(layout) = &problem.weight else {
         return Err(Error::invalid(OP, "problem", "a packed weight", "none"));
     };
-    let fits = suits(variant.tile, layout, problem.k);
-    let typed = variant.dtype == problem.dtype && variant.codes == layout.codes && few_can(problem);
-    let room = variant.tile.smem_bytes() <= limits.smem_per_block_bytes;
-    if !fits || !typed || !room || !limits.floor.runs(variant.floor) {
+    if !can(limits, problem, layout, variant) {
         let got = format!("{problem:?} on {}", limits.floor);
         return Err(Error::invalid(OP, "variant", format!("what {} can do", variant.entry), got));
     }
     let mut choices = select(limits, problem, layout);
     choices.dense_from = None;
     choices.fp8.0.clear();
+    choices.ahead = None;
     let only = vec![PackedChoice { variant, max_rows: usize::MAX }];
     match variant.tile {
         PackedTile::Mma { .. } | PackedTile::Wgmma { .. } => choices.mma = only,
+        PackedTile::Ahead { .. } => choices.ahead = Some(variant),
         PackedTile::Simt { .. } => (choices.simt, choices.mma) = (only, Vec::new()),
     }
     Ok(choices)
@@ -212,6 +244,7 @@ fn stripe(problem: &MatmulProblem) -> usize {
 /// The kernels of a plan.
 #[derive(Debug)]
 pub(super) struct PackedKernels {
+    ahead: Option<(&'static PackedVariant, Entry)>,
     simt: Vec<(PackedChoice, Entry)>,
     mma: Vec<(PackedChoice, Entry)>,
     split_log2: u32,
@@ -257,12 +290,13 @@ impl PackedKernels {
         problem: &MatmulProblem,
         choices: PackedChoices,
     ) -> Result<Self, Error> {
-        let PackedChoices { simt, mma, dense_from, stripe, fp8, split_log2 } = choices;
+        let PackedChoices { ahead, simt, mma, dense_from, stripe, fp8, split_log2 } = choices;
+        let entry = |variant: &PackedVariant| device.entry(OP, variant.entry, variant.tile.smem_bytes());
         let load = |choices: Vec<PackedChoice>| {
             choices
                 .into_iter()
                 .map(|choice| {
-                    let entry = device.entry(OP, choice.variant.entry, choice.variant.tile.smem_bytes())?;
+                    let entry = entry(choice.variant)?;
                     Ok((choice, entry))
                 })
                 .collect::<Result<Vec<_>, Error>>()
@@ -273,7 +307,14 @@ impl PackedKernels {
             dense_from.map(|from| Dense::new(device, problem, &layout, (from, stripe))).transpose()?;
         let has_fp8 = !fp8.0.is_empty() && problem.m >= fp8.1;
         let fp8 = has_fp8.then(|| Fp8::new(device, problem, fp8)).transpose()?;
-        Ok(PackedKernels { simt: load(simt)?, mma: load(mma)?, split_log2, dense, fp8 })
+        let ahead = ahead.map(|variant| Ok::<_, Error>((variant, entry(variant)?))).transpose()?;
+        Ok(PackedKernels { ahead, simt: load(simt)?, mma: load(mma)?, split_log2, dense, fp8 })
+    }
+
+    /// Whether a launch takes the kernel of one row, which alone norms it.
+    pub(super) fn norms(&self, dims: &MatmulDims) -> bool {
+        let wanted = A_IN_PIECES | B_IS_CONSTANT;
+        self.ahead.is_some() && dims.m == 1 && dims.k > 0 && dims.access & wanted == wanted
     }
 
     /// Runs the product of checked tensors.
@@ -282,7 +323,7 @@ impl PackedKernels {
         stream: &Stream,
         (args, weight): (MatmulArgs<'_>, &Weight),
         mut dims: MatmulDims,
-        how: &MatmulEpilogue,
+        (how, norm): (&MatmulEpilogue, &MatmulNorm),
     ) -> Result<(), Error> {
         let rows = dims.m as usize;
         if let Some(fp8) = &self.fp8
@@ -297,6 +338,12 @@ impl PackedKernels {
             return dense.run(stream, args, weight, &dims);
         }
         dims.split_log2 = self.split_log2;
+        if let Some((variant, entry)) = &self.ahead
+            && self.norms(&dims)
+        {
+            dims.access |= NEXT_MAY_START;
+            return launch(stream, (variant.tile, entry), (&args, weight), &dims, (how, norm));
+        }
         let aligned = dims.access & A_IN_PIECES != 0 && !self.mma.is_empty();
         let kernels = if aligned { &self.mma } else { &self.simt };
         let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
@@ -311,29 +358,7 @@ impl PackedKernels {
             // Each warp has its columns' whole k.
             dims.split_log2 = 0;
         }
-        let cols = TILE_ROWS * (WARPS >> dims.split_log2);
-        let blocks = dims.m.div_ceil(tile.rows()) * dims.n.div_ceil(cols);
-        let of_weight = weight.dims();
-        let [codes, scales, zeros, minimums, supers, super_minimums] = weight.params();
-        let params = [
-            args.a.into(),
-            codes,
-            scales,
-            zeros,
-            minimums,
-            supers,
-            super_minimums,
-            args.bias.into(),
-            residual(&args),
-            (&args.out).into(),
-            (&dims).into(),
-            (&how).into(),
-            (&of_weight).into(),
-        ];
-        // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout and size to be the
-        // planned ones; the grid covers the product exactly; rows of a are aligned where the tensor cores' kernels
-        // take them; shared memory is the tile's.
-        unsafe { entry.launch(stream, [blocks, 1, 1], [tile.threads(), 1, 1], &params) }
+        launch(stream, (tile, entry), (&args, weight), &dims, (&how, norm))
     }
 
     /// The kernel for the planned rows, and how the product is cut up, and why.
@@ -352,6 +377,12 @@ impl PackedKernels {
             let why = format!("from {} rows on stripes of {} columns are unpacked", dense.from, dense.stripe);
             return (Some(&dense.unpack), cut("dense".into(), THREADS, why));
         }
+        if let Some((variant, entry)) = &self.ahead
+            && m == 1
+        {
+            let why = "one row: the weight is loaded before the kernel ahead has ended".into();
+            return (Some(entry), cut(format!("{:?}", variant.tile), variant.tile.threads(), why));
+        }
         let kernels = if self.mma.is_empty() { &self.simt } else { &self.mma };
         match kernels.iter().find(|(choice, _)| m <= choice.max_rows) {
             Some((choice, entry)) => {
@@ -362,6 +393,46 @@ impl PackedKernels {
             None => (None, cut(String::new(), THREADS, String::new())),
         }
     }
+}
+
+/// A kernel that reads the weight as it is packed, of few rows.
+fn launch(
+    stream: &Stream,
+    (tile, entry): (PackedTile, &Entry),
+    (args, weight): (&MatmulArgs<'_>, &Weight),
+    dims: &MatmulDims,
+    (how, norm): (&MatmulEpilogue, &MatmulNorm),
+) -> Result<(), Error> {
+    let cols = TILE_ROWS * (WARPS >> dims.split_log2);
+    let blocks = dims.m.div_ceil(tile.rows()) * dims.n.div_ceil(cols);
+    let of_weight = weight.dims();
+    let [codes, scales, zeros, minimums, supers, super_minimums] = weight.params();
+    let params = [
+        args.a.into(),
+        codes,
+        scales,
+        zeros,
+        minimums,
+        supers,
+        super_minimums,
+        args.bias.into(),
+        residual(args),
+        (&args.out).into(),
+        dims.into(),
+        how.into(),
+        (&of_weight).into(),
+        args.gain.into(),
+        norm.into(),
+    ];
+    // The others norm nothing.
+    let params = match tile {
+        PackedTile::Ahead { .. } => &params[..],
+        _ => &params[..13],
+    };
+    // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout and size to be the
+    // planned ones; the grid covers the product exactly; rows of a are aligned where the tensor cores' kernels take
+    // them, and constants where one reads ahead, of a k that it takes (`can`); shared memory is the tile's.
+    unsafe { entry.launch(stream, [blocks, 1, 1], [tile.threads(), 1, 1], params) }
 }
 
 impl Dense {
@@ -489,11 +560,18 @@ mod tests {
         let wide = Layout { codes: Codes::E6m9, group: 0, scale: ScaleType::F32, ..INT4 };
         // None: what is unpacked.
         for (limits, layout, n, rows, entry) in [
-            (&hopper, INT4, 19456, 1, Some("matmul_bf16_int4__packed8__sm80")),
-            (&hopper, INT4, 19456, 32, Some("matmul_bf16_int4__packed32__sm80")),
+            (&hopper, INT4, 19456, 1, Some("matmul_bf16_int4__packedahead__sm90a")),
+            (&hopper, INT4, 151936, 1, Some("matmul_bf16_int4__packed8__sm80")),
+            (&hopper, narrow, 19456, 1, Some("matmul_bf16_int4__packedaheadg32__sm90a")),
+            (&ampere, INT4, 19456, 1, Some("matmul_bf16_int4__packed8__sm80")),
+            (&invariant, INT4, 19456, 1, Some("matmul_bf16_int4__packed16__sm80")),
+            (&hopper, INT4, 19456, 16, Some("matmul_bf16_int4__packed16__sm80")),
+            (&hopper, INT4, 19456, 17, Some("matmul_bf16_int4__packedw32__sm90a")),
+            (&hopper, INT4, 19456, 32, Some("matmul_bf16_int4__packedw32__sm90a")),
             (&hopper, INT4, 19456, 33, Some("matmul_bf16_int4__packedw64__sm90a")),
             (&hopper, INT4, 19456, 128, Some("matmul_bf16_int4__packedw64__sm90a")),
             (&hopper, INT4, 19456, 129, None),
+            (&hopper, INT4, 2560, 17, Some("matmul_bf16_int4__packed32__sm80")),
             (&hopper, INT4, 2560, 64, Some("matmul_bf16_int4__packed64__sm80")),
             (&hopper, INT4, 2560, 65, None),
             (&hopper, narrow, 19456, 64, Some("matmul_bf16_int4__packed64g32__sm80")),
@@ -507,7 +585,8 @@ mod tests {
             let choices = select(limits, &problem, &layout);
             let ladder = if choices.mma.is_empty() { &choices.simt } else { &choices.mma };
             let chosen = ladder.iter().find(|choice| rows <= choice.max_rows);
-            let chosen = chosen.filter(|_| choices.dense_from.is_none()).map(|choice| choice.variant.entry);
+            let chosen = chosen.filter(|_| choices.dense_from.is_none()).map(|choice| choice.variant);
+            let chosen = choices.ahead.filter(|_| rows == 1).or(chosen).map(|variant| variant.entry);
             assert_eq!(chosen, entry, "{layout:?} {rows} × {n}");
         }
     }

@@ -44,7 +44,10 @@ impl Rung for Planned {
         }
         let Some(limits) = device.limits() else { return Ok(()) };
         if problem.norm.is_some() {
-            return normed(&limits, problem).map(|_| ());
+            return match &problem.weight {
+                None => normed(&limits, problem).map(|_| ()),
+                Some(layout) => packed_normed(&limits, problem, layout).map(|_| ()),
+            };
         }
         let plain = match &problem.weight {
             None => *problem,
@@ -74,7 +77,11 @@ impl Rung for Planned {
             return Self::new(device, problem, select(&limits, &problem)?, tensor, 0, None);
         }
         if let Some(layout) = &problem.weight {
-            return Self::with_packed(device, problem, packed::select(&limits, &problem, layout));
+            let choices = match problem.norm {
+                None => select_packed(&limits, &problem, layout),
+                Some(_) => packed_normed(&limits, &problem, layout)?,
+            };
+            return Self::with_packed(device, problem, choices);
         }
         if problem.norm.is_some() {
             let variant = normed(&limits, &problem)?;
@@ -154,7 +161,10 @@ impl Rung for Planned {
                 let Some(weight) = weight else {
                     return at.refuse("b", "a packed weight, as planned", "a matrix");
                 };
-                kernels.run(stream, (args, weight), dims, &how)
+                if self.problem.norm.is_some() && !kernels.norms(&dims) {
+                    return self.refuse_unnormed(&at, &dims);
+                }
+                kernels.run(stream, (args, weight), dims, (&how, &self.norm_of(dims.k)))
             }
             Backend::Int8(_) => Ok(()),
             Backend::Cpu => {
@@ -417,8 +427,7 @@ impl Planned {
         let num_sms = self.device.profile().num_sms;
         dims.access |= select::next_may_start(variant.tile, self.problem.dtype, blocks, num_sms);
         let MatmulArgs { a, up, bias, out, .. } = args;
-        let norm = self.problem.norm.unwrap_or(RowNorm { eps: 0.0, weight: NormWeight::Plain });
-        let norm = MatmulNorm { eps: norm.eps, inv_cols: 1.0 / dims.k as f32, offset: norm.weight.offset() };
+        let norm = self.norm_of(dims.k);
         let params = [
             (*a).into(),
             b.into(),
@@ -440,6 +449,12 @@ impl Planned {
         // `fastest` looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit;
         // shared memory is the tile's.
         unsafe { entry.launch(stream, [tiles as u32, 1, batch], [variant.tile.threads(), 1, 1], params) }
+    }
+
+    /// The norm of a row of k elements, as kernels take it.
+    fn norm_of(&self, k: u32) -> MatmulNorm {
+        let norm = self.problem.norm.unwrap_or(RowNorm { eps: 0.0, weight: NormWeight::Plain });
+        MatmulNorm { eps: norm.eps, inv_cols: 1.0 / k as f32, offset: norm.weight.offset() }
     }
 
     /// Why a row is not normed whose norm has been planned; nothing if there is none.
@@ -470,17 +485,28 @@ fn refuse_norm(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
 
 /// The kernel that norms the row it multiplies.
 fn normed(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<&'static MatmulVariant, Error> {
-    select::ahead(limits, problem).ok_or_else(|| {
-        let expected = "without a norm, which this device or problem has no kernel for";
-        let got = format!(
-            "[1, {}] · [{}, {0}]ᵀ {} on {}",
-            problem.k,
-            problem.b_rows(),
-            problem.dtype,
-            limits.floor
-        );
-        Error::invalid(OP, "problem", expected, got)
-    })
+    select::ahead(limits, problem).ok_or_else(|| no_norm(limits, problem))
+}
+
+/// The kernel that norms the row it multiplies with a packed weight, and no other.
+fn packed_normed(
+    limits: &DeviceLimits,
+    problem: &MatmulProblem,
+    layout: &Layout,
+) -> Result<PackedChoices, Error> {
+    let choices = select_packed(limits, problem, layout);
+    if choices.ahead.is_none() {
+        return Err(no_norm(limits, problem));
+    }
+    Ok(PackedChoices { simt: Vec::new(), mma: Vec::new(), dense_from: None, ..choices })
+}
+
+fn no_norm(limits: &DeviceLimits, problem: &MatmulProblem) -> Error {
+    let expected = "without a norm, which this device or problem has no kernel for";
+    let MatmulProblem { k, dtype, weight, .. } = problem;
+    let packed = weight.map(|layout| format!(" by {layout:?}")).unwrap_or_default();
+    let got = format!("[1, {k}] · [{}, {k}]ᵀ {dtype}{packed} on {}", problem.b_rows(), limits.floor);
+    Error::invalid(OP, "problem", expected, got)
 }
 
 /// The address of the residual: null if there is none.

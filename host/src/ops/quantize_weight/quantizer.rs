@@ -7,7 +7,7 @@ use super::{OP, QuantizeWeight, QuantizeWeightArgs, QuantizeWeightProblem};
 use crate::error::Error;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView};
-use crate::weight::{Counts, GateUp, ScaleType, Scheme, Weight};
+use crate::weight::{Counts, GateUp, ScaleType, Scheme, Unmade, Weight};
 
 /// A weight that is made of plain matrices, one after the other, as they come: a load needs room for one of them.
 ///
@@ -28,7 +28,7 @@ use crate::weight::{Counts, GateUp, ScaleType, Scheme, Weight};
 /// ```
 #[derive(Debug)]
 pub struct Quantizer {
-    weight: Weight,
+    weight: Unmade,
     scheme: Scheme,
     /// Whether rows come in pairs.
     in_turn: bool,
@@ -78,7 +78,7 @@ impl Quantizer {
     ) -> Result<Self, Error> {
         scheme.check(OP)?;
         let layout = if in_turn { GateUp::layout_of(scheme.layout()) } else { scheme.layout() };
-        let weight = Weight::unmade(stream, layout, experts, [n, k], global)?;
+        let weight = Unmade::new(stream, layout, experts, [n, k], global)?;
         let largest = Tensor::zeros(stream, &[1], DType::F32)?;
         Ok(Quantizer { weight, scheme, in_turn, global, largest, done: 0, plan: None })
     }
@@ -104,8 +104,7 @@ impl Quantizer {
         rows: TensorView<'_>,
         second: Option<TensorView<'_>>,
     ) -> Result<(), Error> {
-        let (layout, n, k, experts) =
-            (self.weight.layout(), self.weight.n(), self.weight.k(), self.weight.experts());
+        let (layout, experts, [n, k]) = self.weight.what();
         let in_turn = self.in_turn;
         if in_turn != second.is_some() {
             let names = ["rows alone", "pairs"];
@@ -148,7 +147,7 @@ impl Quantizer {
         };
         let [start, end] = [self.done, self.done + new].map(|rows| bytes(rows).unwrap_or_default());
         let part = |which: usize| start[which]..end[which];
-        let (codes, scales, zeros) = self.weight.unmade_parts();
+        let (codes, scales, zeros) = self.weight.parts();
         let zeros = zeros.map(|zeros| zeros.view_mut().slice(0, part(2))).transpose()?;
         let parts = [
             codes.view_mut().slice(0, part(0))?,
@@ -165,14 +164,14 @@ impl Quantizer {
     ///
     /// **Errors**: [`Error::Invalid`] if rows are missing, or values were not finite; [`Error::Driver`].
     pub fn finish(self, stream: &Stream) -> Result<Weight, Error> {
-        let (n, k, experts) = (self.weight.n(), self.weight.k(), self.weight.experts());
+        let (_, experts, [n, k]) = self.weight.what();
         let all = experts * n.next_multiple_of(TILE_ROWS as usize);
         if self.done != all && n * k > 0 {
             let got = format!("{} of {all}, in whole tiles", self.done);
             return Err(Error::invalid(OP, "rows", "all of them", got));
         }
         self.largest(stream)?;
-        Ok(self.weight)
+        self.weight.finish(stream)
     }
 
     /// The largest magnitude so far. Waits for the stream.

@@ -22,6 +22,14 @@ pub enum PackedTile {
         /// minimums.
         group: u32,
     },
+    /// On Hopper, for one row: as `Mma`, with the first tiles loaded before the wait for the kernel ahead, and perhaps
+    /// a norm of the row.
+    Ahead {
+        /// Tiles of 64 of k that a warp has on their way or in registers.
+        tiles: u32,
+        /// Groups along k, as of `Mma`.
+        group: u32,
+    },
     /// On Hopper's tensor cores, groups of 64 of k and more: 128 columns, of which each warp has 16 by itself.
     Wgmma {
         /// Rows of a: a multiple of 8.
@@ -39,13 +47,14 @@ impl PackedTile {
     pub const fn rows(self) -> u32 {
         match self {
             PackedTile::Simt { rows } | PackedTile::Mma { rows, .. } | PackedTile::Wgmma { rows } => rows,
+            PackedTile::Ahead { .. } => 1,
         }
     }
 
     /// Threads of a block: by `Wgmma` four warps more load a.
     pub const fn threads(self) -> u32 {
         match self {
-            PackedTile::Simt { .. } | PackedTile::Mma { .. } => super::THREADS,
+            PackedTile::Simt { .. } | PackedTile::Mma { .. } | PackedTile::Ahead { .. } => super::THREADS,
             PackedTile::Wgmma { .. } => super::THREADS + 128,
         }
     }
@@ -60,6 +69,7 @@ impl PackedTile {
                 let staged = 2 * super::WARPS * tiles * rows * crate::weight::TILE_K * 2;
                 if staged > sums { staged } else { sums }
             }
+            PackedTile::Ahead { .. } => super::AHEAD_SUMS_BYTES + super::AHEAD_MAX_K * 2,
             // Rows of a, with two barriers for each stage, and codes of 8 bits.
             PackedTile::Wgmma { rows } => {
                 WGMMA_PACKED_STAGES_OF_A * (rows * super::WGMMA_ROW_BYTES + 16)
@@ -195,16 +205,45 @@ macro_rules! matmul_packed_mma_table {
     };
 }
 
+/// The same for the kernels of one row that read the weight ahead.
+#[macro_export]
+macro_rules! matmul_packed_ahead_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_f16_int4__packedahead__sm90a => f16, F16, Int4, Sm90a, Ahead { tiles: 4, group: 64 };
+            matmul_f16_int4__packedaheadg32__sm90a => f16, F16, Int4, Sm90a, Ahead { tiles: 2, group: 32 };
+            matmul_f16_int8__packedahead__sm90a => f16, F16, Int8, Sm90a, Ahead { tiles: 2, group: 64 };
+            matmul_f16_int8__packedaheadg32__sm90a => f16, F16, Int8, Sm90a, Ahead { tiles: 1, group: 32 };
+            matmul_f16_int8__packedaheadg16__sm90a => f16, F16, Int8, Sm90a, Ahead { tiles: 2, group: 16 };
+            matmul_f16_e2m1__packedaheadg16__sm90a => f16, F16, E2m1, Sm90a, Ahead { tiles: 3, group: 16 };
+            matmul_f16_e4m3__packedahead__sm90a => f16, F16, E4m3, Sm90a, Ahead { tiles: 2, group: 64 };
+            matmul_bf16_int4__packedahead__sm90a => bf16, BF16, Int4, Sm90a, Ahead { tiles: 4, group: 64 };
+            matmul_bf16_int4__packedaheadg32__sm90a => bf16, BF16, Int4, Sm90a, Ahead { tiles: 2, group: 32 };
+            matmul_bf16_int8__packedahead__sm90a => bf16, BF16, Int8, Sm90a, Ahead { tiles: 2, group: 64 };
+            matmul_bf16_int8__packedaheadg32__sm90a => bf16, BF16, Int8, Sm90a, Ahead { tiles: 1, group: 32 };
+            matmul_bf16_int8__packedaheadg16__sm90a => bf16, BF16, Int8, Sm90a, Ahead { tiles: 2, group: 16 };
+            matmul_bf16_e2m1__packedaheadg16__sm90a => bf16, BF16, E2m1, Sm90a, Ahead { tiles: 3, group: 16 };
+            matmul_bf16_e4m3__packedahead__sm90a => bf16, BF16, E4m3, Sm90a, Ahead { tiles: 2, group: 64 };
+        }
+    };
+}
+
 /// The same for the kernels by `wgmma`.
 #[macro_export]
 macro_rules! matmul_packed_wgmma_table {
     ($callback:ident) => {
         $callback! {
+            matmul_f16_int4__packedw32__sm90a => f16, F16, Int4, Sm90a, Wgmma { rows: 32 };
             matmul_f16_int4__packedw64__sm90a => f16, F16, Int4, Sm90a, Wgmma { rows: 64 };
+            matmul_f16_int8__packedw32__sm90a => f16, F16, Int8, Sm90a, Wgmma { rows: 32 };
             matmul_f16_int8__packedw64__sm90a => f16, F16, Int8, Sm90a, Wgmma { rows: 64 };
+            matmul_f16_e4m3__packedw32__sm90a => f16, F16, E4m3, Sm90a, Wgmma { rows: 32 };
             matmul_f16_e4m3__packedw64__sm90a => f16, F16, E4m3, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_int4__packedw32__sm90a => bf16, BF16, Int4, Sm90a, Wgmma { rows: 32 };
             matmul_bf16_int4__packedw64__sm90a => bf16, BF16, Int4, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_int8__packedw32__sm90a => bf16, BF16, Int8, Sm90a, Wgmma { rows: 32 };
             matmul_bf16_int8__packedw64__sm90a => bf16, BF16, Int8, Sm90a, Wgmma { rows: 64 };
+            matmul_bf16_e4m3__packedw32__sm90a => bf16, BF16, E4m3, Sm90a, Wgmma { rows: 32 };
             matmul_bf16_e4m3__packedw64__sm90a => bf16, BF16, E4m3, Sm90a, Wgmma { rows: 64 };
         }
     };
@@ -262,6 +301,8 @@ macro_rules! unpack_rows {
 pub const PACKED_VARIANTS: &[PackedVariant] = matmul_packed_table!(rows);
 /// The kernels of the tensor cores.
 pub const PACKED_MMA_VARIANTS: &[PackedVariant] = matmul_packed_mma_table!(rows);
+/// The kernels of one row that read the weight ahead.
+pub const PACKED_AHEAD_VARIANTS: &[PackedVariant] = matmul_packed_ahead_table!(rows);
 /// The kernels by `wgmma`.
 pub const PACKED_WGMMA_VARIANTS: &[PackedVariant] = matmul_packed_wgmma_table!(rows);
 /// The kernels that unpack.
