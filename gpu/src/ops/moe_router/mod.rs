@@ -253,6 +253,50 @@ unsafe fn sort(chosen: u32, offsets: *mut u32, order: *mut u32, positions: *mut 
     }
 }
 
+/// Makes the keys of all groups but the best 0. The score of a group is the sum of its two largest values.
+///
+/// # Safety
+/// - *converged*: all 32 lanes; keys as in [`route`].
+#[inline(always)]
+unsafe fn drop_groups(dims: &MoeRouterDims, at: impl Fn(u32) -> u32, value: impl Fn(u32) -> f32) {
+    let lane = thread::lane();
+    let mut candidate = (0, u32::MAX);
+    // SAFETY: lane < num_groups keeps experts below num_groups · group_size = experts; the keys were written before the
+    // first barrier and change after the second.
+    unsafe {
+        sync_warp(FULL_MASK);
+        if lane < dims.num_groups {
+            let (mut first, mut second) = (0, 0);
+            let mut i = 0;
+            while i < dims.group_size {
+                let entry = shared::load_u32(at(lane * dims.group_size + i));
+                (first, second) = if entry > first { (entry, first) } else { (first, entry.max(second)) };
+                i += 1;
+            }
+            candidate = (key(value(first) + value(second)) + 1, lane);
+        }
+        sync_warp(FULL_MASK);
+        let mut kept = 0u32;
+        let mut i = 0;
+        while i < dims.top_groups {
+            let group = best(candidate).1;
+            kept |= 1 << (group & 31);
+            if group == lane {
+                candidate = (0, u32::MAX);
+            }
+            i += 1;
+        }
+        let mut expert = lane;
+        while expert < dims.experts {
+            // At least 2 — MoeRouter::plan; `max` tells the compiler, which would otherwise keep a panic path.
+            if kept >> ((expert / dims.group_size.max(1)) & 31) & 1 == 0 {
+                shared::store_u32(at(expert), 0);
+            }
+            expert += 32;
+        }
+    }
+}
+
 macro_rules! entry {
     ($entry:ident, $type:ident, Route) => {
         /// Entry point; see the module and `abi::ops::moe_router`.
