@@ -401,6 +401,57 @@ fn computed_drafts_of_a_preempted_request() -> Outcome {
     Ok(())
 }
 
+/// What was chosen from a request's rows is accepted though it has been pre-empted since, until it has new rows.
+#[test]
+fn tokens_of_a_preempted_request() -> Outcome {
+    let model = model("qwen3")?;
+    // Two pages: the older one needs both. The younger one's tokens take two steps.
+    let options = BatchOptions { pages: 2, capacity: 32, max_step_tokens: 12, ..OPTIONS };
+    for (chosen, taken) in [([6, 7, 9], 3), ([6, 9, 1], 2), ([8, 9, 1], 1)] {
+        for steps in 0..3 {
+            let mut scheduler = Scheduler::new(model.batch(options)?);
+            let (old, young) = (scheduler.submit(&[1; 15])?, scheduler.submit(&[2; 12])?);
+            for _ in 0..3 {
+                scheduler.step()?;
+            }
+            scheduler.push(old, 4)?;
+            scheduler.push(young, 5)?;
+            assert_eq!(scheduler.draft(young, &[6, 7])?, 2);
+            scheduler.step()?;
+            scheduler.accept(old, &[8])?;
+            scheduler.step()?;
+            assert_eq!(scheduler.batch().stats().preemptions, 1);
+            if steps > 0 {
+                scheduler.finish(old)?;
+            }
+            for step in 1..=steps {
+                assert_eq!(scheduler.step()?.ok_or("work")?.requests.len(), usize::from(step == 2));
+            }
+            let (before, refused) = (scheduler.tokens(young)?.to_vec(), scheduler.accept(young, &[6, 7]));
+            assert!(matches!(refused, Err(BatchError::Drafts { tokens: 2, .. })));
+            assert!(scheduler.accept(young, &[6, 7, NO_TOKEN]).is_err());
+            assert_eq!((scheduler.tokens(young)?, before.len()), (&before[..], 13));
+            if steps == 2 {
+                // One row again, behind the token that was pushed.
+                let refused = scheduler.accept(young, &chosen);
+                assert!(matches!(refused, Err(BatchError::Drafts { tokens: 3, drafted: 0, .. })));
+                assert_eq!(scheduler.accept(young, &chosen[..1])?, 1);
+                assert_eq!(scheduler.tokens(young)?[13..], chosen[..1]);
+                continue;
+            }
+            assert_eq!(scheduler.accept(young, &chosen)?, taken);
+            assert_eq!(scheduler.tokens(young)?[13..], chosen[..taken]);
+            assert!(scheduler.accept(young, &[1]).is_err(), "chosen before");
+            if steps == 0 {
+                scheduler.finish(old)?;
+            }
+            while scheduler.step()?.ok_or("work")?.requests.is_empty() {}
+            assert_eq!(scheduler.accept(young, &[10])?, 1);
+        }
+    }
+    Ok(())
+}
+
 /// A request whose tokens are not chosen yet keeps its drafts, while others go on.
 #[test]
 fn drafts_wait_for_their_tokens() -> Outcome {

@@ -76,13 +76,16 @@ pub struct Scheduler {
     last_id: u64,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Running {
     sequence: SequenceId,
     /// Pre-empted.
     is_paused: bool,
     /// How many of its last tokens are drafts.
     drafted: usize,
+    /// If it was pre-empted while its tokens were to be chosen from rows that a step gave: the drafts of these rows,
+    /// which its sequence has not any more. Until they are chosen, or it has new rows.
+    awaited: Option<Vec<u32>>,
 }
 
 /// Tokens of a request that a step may compute.
@@ -159,6 +162,9 @@ impl Scheduler {
         // Drafts stay where it is refused.
         self.batch.check_push(self.batch.tokens(sequence)?.len() - self.drafted(id), token)?;
         self.keep_drafts(id, 0)?;
+        if let Some(running) = self.running.get_mut(&id) {
+            running.awaited = None;
+        }
         self.batch.push(sequence, token)
     }
 
@@ -172,7 +178,7 @@ impl Scheduler {
     pub fn draft(&mut self, id: RequestId, tokens: &[u32]) -> Result<usize, BatchError> {
         let sequence = self.sequence(id)?;
         self.batch.model().config().decoder.check_ids(tokens)?;
-        self.keep_drafts(id, 0)?;
+        self.forget_drafts(id)?;
         let taken = tokens.len().min(self.room_for_drafts(id)?);
         for &token in &tokens[..taken] {
             self.batch.push(sequence, token)?;
@@ -189,8 +195,9 @@ impl Scheduler {
         let drafted = self.drafted(id);
         let own = self.batch.tokens(sequence)?.len() - drafted;
         let pending = self.batch.pending(sequence)?;
+        let is_awaited = self.running.get(&id).is_some_and(|running| running.awaited.is_some());
         // Drafts of a sequence of which nothing is computed could be found in the prefix cache, as its prompt.
-        if self.batch.is_recurrent || pending != 1 + drafted || own == 1 {
+        if self.batch.is_recurrent || pending != 1 + drafted || own == 1 || is_awaited {
             return Ok(0);
         }
         Ok((self.batch.options.capacity - 1).saturating_sub(own))
@@ -222,30 +229,45 @@ impl Scheduler {
 
     /// Appends the tokens that were chosen from a request's rows of the last step, as many as it had rows: up to the
     /// first that differs from its draft, and that one too. Returns how many tokens the request has got, at least one.
+    /// A request whose tokens are not chosen before the next step may be pre-empted by that: its tokens are accepted
+    /// all the same, until it has been computed anew, and has one row again.
     ///
     /// Where each token is chosen by a step of the random numbers of its own, as [`Self::push`] would have it, the
     /// tokens are distributed exactly as without drafts: a row is chosen from only behind drafts that were chosen.
     ///
     /// **Errors**: those of [`Self::push`]; [`BatchError::Drafts`] for another number of tokens.
     pub fn accept(&mut self, id: RequestId, chosen: &[u32]) -> Result<usize, BatchError> {
-        let sequence = self.sequence(id)?;
-        let drafted = self.drafted(id);
-        let computed = self.batch.pending(sequence)? == 0;
-        let Some((&last, before)) =
-            chosen.split_last().filter(|(_, before)| before.len() == drafted && computed)
-        else {
-            return Err(BatchError::Drafts { id, tokens: chosen.len(), drafted });
+        let running = self.running.get(&id).ok_or(BatchError::UnknownRequest { id })?;
+        let (sequence, tokens) = (running.sequence, self.batch.tokens(running.sequence)?);
+        let (drafts, has_rows) = match &running.awaited {
+            Some(drafts) => (&drafts[..], true),
+            None => (&tokens[tokens.len() - running.drafted..], self.batch.pending(sequence)? == 0),
         };
-        let tokens = self.batch.tokens(sequence)?;
-        let drafts = &tokens[tokens.len() - drafted..];
+        let Some((&last, before)) =
+            chosen.split_last().filter(|(_, before)| before.len() == drafts.len() && has_rows)
+        else {
+            return Err(BatchError::Drafts { id, tokens: chosen.len(), drafted: drafts.len() });
+        };
         let kept = std::iter::zip(drafts, before).take_while(|(draft, token)| draft == token).count();
         let next = before.get(kept).copied().unwrap_or(last);
-        self.keep_drafts(id, kept)?;
+        self.batch.check_push(tokens.len() - running.drafted + kept, next)?;
+        match running.awaited {
+            Some(_) => before[..kept].iter().try_for_each(|&token| self.batch.push(sequence, token))?,
+            None => self.keep_drafts(id, kept)?,
+        }
         if let Some(running) = self.running.get_mut(&id) {
-            running.drafted = 0;
+            (running.drafted, running.awaited) = (0, None);
         }
         self.batch.push(sequence, next)?;
         Ok(kept + 1)
+    }
+
+    /// Forgets all of a request's drafts, also those whose rows a pre-emption has not taken.
+    fn forget_drafts(&mut self, id: RequestId) -> Result<(), BatchError> {
+        if let Some(Running { awaited: Some(awaited), .. }) = self.running.get_mut(&id) {
+            awaited.clear();
+        }
+        self.keep_drafts(id, 0)
     }
 
     /// Forgets a request's drafts but for the first so many.
@@ -264,11 +286,11 @@ impl Scheduler {
     ///
     /// **Errors**: those of [`Batch::fork`]; [`BatchError::UnknownRequest`] also of one that waits.
     pub fn fork(&mut self, id: RequestId) -> Result<RequestId, BatchError> {
-        let own = self.running.get(&id).copied().ok_or(BatchError::UnknownRequest { id })?;
+        let own = self.running.get(&id).cloned().ok_or(BatchError::UnknownRequest { id })?;
         let sequence = self.batch.fork(own.sequence)?;
         let fork = self.next_id();
         self.running.insert(fork, Running { sequence, ..own });
-        [id, fork].into_iter().try_for_each(|id| self.keep_drafts(id, 0))?;
+        [id, fork].into_iter().try_for_each(|id| self.forget_drafts(id))?;
         Ok(fork)
     }
 
@@ -311,11 +333,16 @@ impl Scheduler {
             let mut active = self.running.iter().filter(|(_, running)| !running.is_paused).map(|(&id, _)| id);
             match (active.next(), active.next_back()) {
                 (Some(_), Some(youngest)) => {
+                    let Some(running) = self.running.get_mut(&youngest) else { continue };
+                    let sequence = running.sequence;
+                    if self.batch.pending(sequence)? == 0 {
+                        let tokens = self.batch.tokens(sequence)?;
+                        running.awaited = Some(tokens[tokens.len() - running.drafted..].to_vec());
+                    }
+                    running.is_paused = true;
                     // Those that are computed too: a sequence that comes back has none.
                     self.keep_drafts(youngest, 0)?;
-                    let Some(running) = self.running.get_mut(&youngest) else { continue };
-                    running.is_paused = true;
-                    self.batch.preempt(running.sequence)?;
+                    self.batch.preempt(sequence)?;
                 }
                 // Alone a sequence finds its pages.
                 _ => break (requests, work),
@@ -326,6 +353,11 @@ impl Scheduler {
         let mut requests: Vec<_> =
             rows.filter(|(_, rows)| !rows.is_empty()).map(|(id, rows)| (id, rows.clone())).collect();
         requests.sort_by_key(|&(id, _)| id);
+        for (id, _) in &requests {
+            if let Some(running) = self.running.get_mut(id) {
+                running.awaited = None;
+            }
+        }
         let tokens = work.iter().map(|work| work.tokens).sum();
         Ok(Some(ScheduledStep { requests, logits: output.logits(), tokens }))
     }
@@ -359,7 +391,7 @@ impl Scheduler {
             }
             let sequence = self.batch.add_prompt(prompt.clone())?;
             free = free.saturating_sub(needed);
-            self.running.insert(*id, Running { sequence, is_paused: false, drafted: 0 });
+            self.running.insert(*id, Running { sequence, is_paused: false, drafted: 0, awaited: None });
             self.waiting.pop_front();
         }
         Ok(())
