@@ -1,11 +1,13 @@
 //! Tokens of a batch's sequences, each chosen by its own settings, with and without drafts.
 
+mod trees;
+
 use std::collections::BTreeMap;
 
 use testkit::golden;
 use warpforge::models::{
-    BatchError, BatchOptions, BatchSampler, CacheType, DraftRequest, ModelDraft, NgramDraft, RequestId,
-    RowSampling, Scheduler, TokenLogprobs,
+    BatchError, BatchOptions, BatchSampler, CacheType, DraftNode, DraftRequest, ModelDraft, NgramDraft,
+    RequestId, RowSampling, Scheduler, TokenLogprobs,
 };
 use warpforge::ops::sampling::{NO_TOKEN, SamplingFeatures};
 use warpforge::{Error, Stream, Tensor, TensorView};
@@ -61,6 +63,8 @@ enum Drafts<'a> {
     Known,
     /// What will hardly be.
     Wrong,
+    /// What will be chosen, and others beside it.
+    Tree,
     /// Of a model, so many tokens, in a batch of these sizes.
     Model(&'a Model, usize, BatchOptions),
 }
@@ -107,9 +111,9 @@ fn answers_of(
         let mut rows = Vec::new();
         for (id, places) in &requests {
             let which = ids.iter().position(|own| own == id).expect("a request");
-            let tokens = scheduler.tokens(*id)?;
-            for (draft, row) in places.clone().enumerate() {
-                let history = &tokens[..tokens.len() + 1 + draft - places.len()];
+            let histories = scheduler.histories(*id)?;
+            assert_eq!(histories.len(), places.len());
+            for (row, history) in std::iter::zip(places.clone(), histories) {
                 let prompt_len = prompts[which].len();
                 let params = SamplingParams {
                     step: (history.len() - prompt_len) as u64,
@@ -128,8 +132,12 @@ fn answers_of(
             taken.drafted += tokens.len() - 1;
             taken.accepted += kept - 1;
             let answer = got.entry(id).or_default();
-            answer.extend(&tokens[..kept]);
-            assert!(scheduler.tokens(id)?.ends_with(answer));
+            let all = scheduler.tokens(id)?;
+            answer.extend(&all[all.len() - kept..]);
+            assert!(all.ends_with(answer));
+            if !matches!(drafts, Drafts::Tree) {
+                assert!(answer.ends_with(&tokens[..kept]));
+            }
             if answer.len() >= TOKENS {
                 answer.truncate(TOKENS);
                 scheduler.finish(id)?;
@@ -141,6 +149,11 @@ fn answers_of(
                 Drafts::Known => {
                     let rest = known[which][answer.len()..].iter().take(5);
                     rest.enumerate().map(|(i, &token)| if i % 3 == 2 { token ^ 1 } else { token }).collect()
+                }
+                Drafts::Tree => {
+                    let nodes = trees::tree(known[which][answer.len()..].chunks(3).next().unwrap_or(&[]));
+                    assert!(scheduler.draft_tree(id, &nodes)? <= nodes.len());
+                    continue;
                 }
                 Drafts::Wrong => vec![answer.len() as u32 % 100; 3],
             };
