@@ -46,10 +46,12 @@ fn time(bencher: &mut Bencher, case: &MoePermuteCase) -> Result<(), Failure> {
     let run = |stream: &Stream, set: &mut Set| {
         let (offsets, order) = (set.offsets.view_mut(), set.order.view_mut());
         let positions = set.positions.view_mut();
-        plan.run(stream, MoePermuteArgs { ids: set.ids.view(), offsets, order, positions })
+        plan.run(stream, MoePermuteArgs::new(set.ids.view(), offsets, order, positions))
     };
     let verify = |stream: &Stream, set: &Set| {
-        let (offsets, order, positions) = reference::moe_permute(&set.ids.to_vec(stream)?, 0..experts);
+        let alike = vec![0; tokens];
+        let (offsets, order, positions) =
+            reference::moe_permute(&set.ids.to_vec(stream)?, 0..experts, (1, &alike[..]));
         check_bits_eq(&set.offsets.to_vec::<u32>(stream)?, &offsets)?;
         check_bits_eq(&set.order.to_vec::<u32>(stream)?, &order)?;
         check_bits_eq(&set.positions.to_vec::<u32>(stream)?, &positions)?;

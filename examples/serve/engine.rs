@@ -84,12 +84,14 @@ pub struct Counts {
     pub accepted_tokens: u64,
     pub first_tokens: u64,
     pub first_token_seconds: f64,
-    /// The last step went wrong.
+    /// The last step went wrong, and so has every one that was tried since.
     pub is_failing: bool,
 }
 
 enum Message {
     Request(Active),
+    /// If steps fail: to try another.
+    Try,
     Stop,
 }
 
@@ -180,6 +182,16 @@ impl Engine {
         !self.messages.is_closed()
     }
 
+    /// Whether steps fail. They are tried anew then, so that who asks again hears if that has passed.
+    pub fn is_failing(&self) -> bool {
+        let is_failing = lock(&self.counts).is_failing;
+        if is_failing {
+            // If it has gone there is nothing to try.
+            let _ = self.messages.send(Message::Try);
+        }
+        is_failing
+    }
+
     pub fn counts(&self) -> Counts {
         lock(&self.counts).clone()
     }
@@ -214,6 +226,7 @@ impl Worker {
             while let Some(message) = next {
                 match message {
                     Message::Request(active) => self.take(active),
+                    Message::Try => {}
                     Message::Stop => {
                         self.end_all(|| Event::Stopped);
                         // What has come behind it.
@@ -234,14 +247,31 @@ impl Worker {
                 lock(&self.counts).cancelled += 1;
                 self.finish(id, None);
             }
-            let outcome = self.step();
-            lock(&self.counts).is_failing = outcome.is_err();
-            if let Err(error) = outcome {
-                note(format_args!("a step failed: {error}"));
-                self.end_all(|| Event::Failed(error.to_string()));
-            }
+            self.go_on();
             self.publish();
         }
+    }
+
+    /// A step, and where it fails, or has failed and nothing came since, one of nobody's, which tells whether the next
+    /// requests will be served: what failed may have gone with those that were answered so.
+    fn go_on(&mut self) {
+        let was_failing = lock(&self.counts).is_failing && self.active.is_empty();
+        let outcome = self.step();
+        if let Err(error) = &outcome {
+            note(format_args!("a step failed: {error}"));
+            lock(&self.counts).is_failing = true;
+            self.end_all(|| Event::Failed(error.to_string()));
+        }
+        let is_failing = (was_failing || outcome.is_err()) && self.probe().is_err();
+        lock(&self.counts).is_failing = is_failing;
+    }
+
+    /// A request of one token, of nobody's.
+    fn probe(&mut self) -> Result<(), Failure> {
+        let id = self.scheduler.submit(&[0])?;
+        let outcome = self.scheduler.step().map(|_| ());
+        self.scheduler.finish(id)?;
+        Ok(outcome?)
     }
 
     fn take(&mut self, active: Active) {

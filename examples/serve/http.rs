@@ -147,7 +147,7 @@ async fn model(State(served): Shared, Path(name): Path<String>) -> Result<Json<V
 async fn health(State(served): Shared) -> Response {
     let status = if !served.engine.is_running() {
         "stopped"
-    } else if served.engine.counts().is_failing {
+    } else if served.engine.is_failing() {
         "failing"
     } else {
         return Json(json!({ "status": "ok" })).into_response();

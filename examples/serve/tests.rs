@@ -615,6 +615,25 @@ async fn clients_that_leave() -> Outcome {
     server.idle().await
 }
 
+/// What failed with the requests that were answered so does not make the server unhealthy, also if nobody asks it for
+/// anything else.
+#[tokio::test]
+async fn a_step_that_fails() -> Outcome {
+    let server = Server::start(&[])?;
+    let sampling = SamplingParams { temperature: 1.0, top_p: 0.0, ..SamplingParams::default() };
+    let (prompt, bias) = (vec![1, 2], Vec::new());
+    let request = engine::Request { prompt, adapter: None, max_tokens: 1, sampling, bias, logprobs: false };
+    let event = server.served.engine.submit(request).map_err(|_| "refused")?.recv().await;
+    assert!(matches!(event, Some(engine::Event::Failed(reason)) if reason.contains("top_p")));
+    for _ in 0..1000 {
+        if server.send("GET", "/health", "").await?.status() == StatusCode::OK {
+            return server.idle().await;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    Err("it stays unhealthy".into())
+}
+
 /// As many may wait as there can be.
 #[tokio::test]
 async fn a_queue_without_an_end() -> Outcome {

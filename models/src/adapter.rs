@@ -55,9 +55,11 @@ const HARMLESS: &[&str] = &[
 /// | delta nets | `in_proj_qkvz`, `in_proj_ba`, `out_proj` |
 /// | latent attention | `q_a_proj`, `q_b_proj` (or `q_proj`), `kv_a_proj_with_mqa`, `o_proj` |
 /// | gated MLPs, shared experts | `gate_proj`, `up_proj`, `down_proj` |
+/// | routed experts, each by itself | `experts.N.gate_proj`, `experts.N.up_proj`, `experts.N.down_proj` |
 ///
-/// Others are refused by name: latent attention's `kv_b_proj`, which is absorbed into the queries and results of all
-/// sequences alike, routed experts and routers. What is added to the weights as they are loaded
+/// To what an adapter has no matrices of, an expert among others, it adds nothing. Adapters times experts are at most
+/// 2048 where some are of routed experts. Others are refused by name: latent attention's `kv_b_proj`, which is absorbed
+/// into the queries and results of all sequences alike, and routers. What is added to the weights as they are loaded
 /// ([`Checkpoint::with_adapter`](crate::Checkpoint::with_adapter)) may be of any linear layer whose weight the
 /// checkpoint has as a tensor of its own.
 #[derive(Debug)]

@@ -27,9 +27,9 @@ mod weights;
 
 pub use adapter::Adapter;
 pub use batch::{
-    Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, ModelDraft,
-    NgramDraft, Prompt, PromptVisual, RequestId, RowSampling, ScheduledStep, Scheduler, SequenceId,
-    SharedPrefix, StepOutput, TokenLogprobs, Work, WorkLogits,
+    Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftNode, DraftRequest,
+    ModelDraft, NgramDraft, Prompt, PromptVisual, RequestId, RowSampling, ScheduledStep, Scheduler,
+    SequenceId, SharedPrefix, StepOutput, TokenLogprobs, Work, WorkLogits,
 };
 pub use checkpoint::{Checkpoint, StoredName};
 pub use config::{

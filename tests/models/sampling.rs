@@ -1,11 +1,13 @@
 //! Tokens of a batch's sequences, each chosen by its own settings, with and without drafts.
 
+mod trees;
+
 use std::collections::BTreeMap;
 
 use testkit::golden;
 use warpforge::models::{
-    BatchError, BatchOptions, BatchSampler, CacheType, DraftRequest, ModelDraft, NgramDraft, RequestId,
-    RowSampling, Scheduler, TokenLogprobs,
+    BatchError, BatchOptions, BatchSampler, CacheType, DraftNode, DraftRequest, ModelDraft, NgramDraft,
+    RequestId, RowSampling, Scheduler, TokenLogprobs,
 };
 use warpforge::ops::sampling::{NO_TOKEN, SamplingFeatures};
 use warpforge::{Error, Stream, Tensor, TensorView};
@@ -61,6 +63,8 @@ enum Drafts<'a> {
     Known,
     /// What will hardly be.
     Wrong,
+    /// What will be chosen, and others beside it.
+    Tree,
     /// Of a model, so many tokens, in a batch of these sizes.
     Model(&'a Model, usize, BatchOptions),
 }
@@ -107,9 +111,9 @@ fn answers_of(
         let mut rows = Vec::new();
         for (id, places) in &requests {
             let which = ids.iter().position(|own| own == id).expect("a request");
-            let tokens = scheduler.tokens(*id)?;
-            for (draft, row) in places.clone().enumerate() {
-                let history = &tokens[..tokens.len() + 1 + draft - places.len()];
+            let histories = scheduler.histories(*id)?;
+            assert_eq!(histories.len(), places.len());
+            for (row, history) in std::iter::zip(places.clone(), histories) {
                 let prompt_len = prompts[which].len();
                 let params = SamplingParams {
                     step: (history.len() - prompt_len) as u64,
@@ -128,8 +132,12 @@ fn answers_of(
             taken.drafted += tokens.len() - 1;
             taken.accepted += kept - 1;
             let answer = got.entry(id).or_default();
-            answer.extend(&tokens[..kept]);
-            assert!(scheduler.tokens(id)?.ends_with(answer));
+            let all = scheduler.tokens(id)?;
+            answer.extend(&all[all.len() - kept..]);
+            assert!(all.ends_with(answer));
+            if !matches!(drafts, Drafts::Tree) {
+                assert!(answer.ends_with(&tokens[..kept]));
+            }
             if answer.len() >= TOKENS {
                 answer.truncate(TOKENS);
                 scheduler.finish(id)?;
@@ -141,6 +149,11 @@ fn answers_of(
                 Drafts::Known => {
                     let rest = known[which][answer.len()..].iter().take(5);
                     rest.enumerate().map(|(i, &token)| if i % 3 == 2 { token ^ 1 } else { token }).collect()
+                }
+                Drafts::Tree => {
+                    let nodes = trees::tree(known[which][answer.len()..].chunks(3).next().unwrap_or(&[]));
+                    assert!(scheduler.draft_tree(id, &nodes)? <= nodes.len());
+                    continue;
                 }
                 Drafts::Wrong => vec![answer.len() as u32 % 100; 3],
             };
@@ -398,6 +411,57 @@ fn computed_drafts_of_a_preempted_request() -> Outcome {
     }
     assert_eq!(scheduler.tokens(young)?, [2, 2, 2, 5, 9]);
     scheduler.accept(young, &[10])?;
+    Ok(())
+}
+
+/// What was chosen from a request's rows is accepted though it has been pre-empted since, until it has new rows.
+#[test]
+fn tokens_of_a_preempted_request() -> Outcome {
+    let model = model("qwen3")?;
+    // Two pages: the older one needs both. The younger one's tokens take two steps.
+    let options = BatchOptions { pages: 2, capacity: 32, max_step_tokens: 12, ..OPTIONS };
+    for (chosen, taken) in [([6, 7, 9], 3), ([6, 9, 1], 2), ([8, 9, 1], 1)] {
+        for steps in 0..3 {
+            let mut scheduler = Scheduler::new(model.batch(options)?);
+            let (old, young) = (scheduler.submit(&[1; 15])?, scheduler.submit(&[2; 12])?);
+            for _ in 0..3 {
+                scheduler.step()?;
+            }
+            scheduler.push(old, 4)?;
+            scheduler.push(young, 5)?;
+            assert_eq!(scheduler.draft(young, &[6, 7])?, 2);
+            scheduler.step()?;
+            scheduler.accept(old, &[8])?;
+            scheduler.step()?;
+            assert_eq!(scheduler.batch().stats().preemptions, 1);
+            if steps > 0 {
+                scheduler.finish(old)?;
+            }
+            for step in 1..=steps {
+                assert_eq!(scheduler.step()?.ok_or("work")?.requests.len(), usize::from(step == 2));
+            }
+            let (before, refused) = (scheduler.tokens(young)?.to_vec(), scheduler.accept(young, &[6, 7]));
+            assert!(matches!(refused, Err(BatchError::Drafts { tokens: 2, .. })));
+            assert!(scheduler.accept(young, &[6, 7, NO_TOKEN]).is_err());
+            assert_eq!((scheduler.tokens(young)?, before.len()), (&before[..], 13));
+            if steps == 2 {
+                // One row again, behind the token that was pushed.
+                let refused = scheduler.accept(young, &chosen);
+                assert!(matches!(refused, Err(BatchError::Drafts { tokens: 3, drafted: 0, .. })));
+                assert_eq!(scheduler.accept(young, &chosen[..1])?, 1);
+                assert_eq!(scheduler.tokens(young)?[13..], chosen[..1]);
+                continue;
+            }
+            assert_eq!(scheduler.accept(young, &chosen)?, taken);
+            assert_eq!(scheduler.tokens(young)?[13..], chosen[..taken]);
+            assert!(scheduler.accept(young, &[1]).is_err(), "chosen before");
+            if steps == 0 {
+                scheduler.finish(old)?;
+            }
+            while scheduler.step()?.ok_or("work")?.requests.is_empty() {}
+            assert_eq!(scheduler.accept(young, &[10])?, 1);
+        }
+    }
     Ok(())
 }
 

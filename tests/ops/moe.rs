@@ -197,12 +197,7 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
 
     let args = MoeRouterArgs::new(logits.view(), ids.view_mut(), weights.view_mut());
     MoeRouter::plan(device, case.router())?.run(stream, args)?;
-    let args = MoePermuteArgs {
-        ids: ids.view(),
-        offsets: offsets.view_mut(),
-        order: order.view_mut(),
-        positions: positions.view_mut(),
-    };
+    let args = MoePermuteArgs::new(ids.view(), offsets.view_mut(), order.view_mut(), positions.view_mut());
     MoePermute::plan(device, MoePermuteProblem::new(tokens, top_k, experts))?.run(stream, args)?;
     let from = GroupedRows::Gathered { fan_out: top_k };
     let first = GroupedMatmulProblem {

@@ -36,11 +36,11 @@ impl Case {
     /// Blocks of 1024 threads with some thirty barriers and shuffles; each 32 pairs are some twenty votes.
     fn work(&self) -> usize {
         let MoePermuteProblem { tokens, top_k, experts, .. } = self.problem;
-        1024 * 150 + tokens * top_k * 100 + 64 * experts
+        1024 * 150 + tokens * top_k * 100 + 64 * experts * self.problem.kinds.unwrap_or(1)
     }
 
     fn ids(&self) -> Vec<u32> {
-        let MoePermuteProblem { tokens, top_k, experts, first_expert } = self.problem;
+        let MoePermuteProblem { tokens, top_k, experts, first_expert, .. } = self.problem;
         let mut rng = Rng::new(self.seed);
         let mut id = || match self.spread {
             Spread::Even => rng.below(experts) as u32,
@@ -60,6 +60,16 @@ impl Case {
         }
         ids
     }
+
+    /// The kind of each token: some tokens are of none, where there are kinds.
+    fn kinds(&self) -> Vec<u32> {
+        let mut rng = Rng::new(self.seed ^ 1);
+        let mut kind = |kinds: usize| match rng.below(kinds + 2) as u32 {
+            kind if kind as usize == kinds + 1 => u32::MAX,
+            kind => kind,
+        };
+        (0..self.problem.tokens).map(|_| self.problem.kinds.map_or(0, &mut kind)).collect()
+    }
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -71,33 +81,40 @@ fn case() -> impl Strategy<Value = Case> {
         1 => Just(Spread::Foreign),
     ];
     let first = prop_oneof![2 => Just(0), 1 => 1usize..300, 1 => Just(i32::MAX as usize)];
-    (dims(&[4, 32, 128], 600), 1usize..11, experts, first, spread, any::<u64>()).prop_map(
-        |(tokens, top_k, experts, first_expert, spread, seed)| Case {
-            problem: MoePermuteProblem { tokens, top_k, experts, first_expert },
-            spread,
-            seed,
+    let kinds = prop_oneof![2 => Just(None), 1 => (1usize..9).prop_map(Some)];
+    (dims(&[4, 32, 128], 600), 1usize..11, (experts, kinds), first, spread, any::<u64>()).prop_map(
+        |(tokens, top_k, (experts, kinds), first_expert, spread, seed)| {
+            let experts = experts.min(2048 / kinds.unwrap_or(1));
+            let problem = MoePermuteProblem { tokens, top_k, experts, first_expert, kinds };
+            Case { problem, spread, seed }
         },
     )
 }
 
 fn run(device: &Device, case: &Case, path: Option<MoePermutePath>) -> Result<(), TestCaseError> {
-    let MoePermuteProblem { tokens, top_k, experts, first_expert } = case.problem;
+    let MoePermuteProblem { tokens, top_k, experts, first_expert, kinds } = case.problem;
+    let groups = experts * kinds.unwrap_or(1);
     let stream = device.stream().map_err(fail)?;
     let plan = match path {
         None => MoePermute::plan(device, case.problem),
         Some(path) => MoePermute::plan_with(device, case.problem, path),
     };
     let plan = plan.map_err(fail)?;
-    let ids = case.ids();
-    let wide: Vec<f64> = ids.iter().map(|&id| f64::from(id)).collect();
+    let (ids, of_tokens) = (case.ids(), case.kinds());
     let place = Layout::default();
-    let ids_rows = Rows::input(&stream, DType::U32, &wide, top_k, place).map_err(fail)?;
+    let input = |values: &[u32], cols: usize| {
+        let wide: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
+        Rows::input(&stream, DType::U32, &wide, cols, place).map_err(fail)
+    };
+    let (ids_rows, kinds_rows) = (input(&ids, top_k)?, input(&of_tokens, 1)?);
+    let of_kinds = kinds.map(|_| kinds_rows.view().reshape(&[tokens])).transpose().map_err(fail)?;
     let output = |rows, cols| Rows::output(&stream, DType::U32, rows, cols, place).map_err(fail);
     let (mut offsets, mut order, mut positions) =
-        (output(1, experts + 1)?, output(tokens, top_k)?, output(tokens, top_k)?);
+        (output(1, groups + 1)?, output(tokens, top_k)?, output(tokens, top_k)?);
     let args = MoePermuteArgs {
         ids: ids_rows.view(),
-        offsets: offsets.view_mut().reshape(&[experts + 1]).map_err(fail)?,
+        kinds: of_kinds,
+        offsets: offsets.view_mut().reshape(&[groups + 1]).map_err(fail)?,
         order: order.view_mut().reshape(&[tokens * top_k]).map_err(fail)?,
         positions: positions.view_mut(),
     };
@@ -105,7 +122,8 @@ fn run(device: &Device, case: &Case, path: Option<MoePermutePath>) -> Result<(),
     let read = |rows: &Rows| -> Result<Vec<u32>, TestCaseError> {
         Ok(rows.read(&stream)?.into_iter().map(|value| value as u32).collect())
     };
-    let want = reference::moe_permute(&ids, first_expert..first_expert + experts);
+    let own = (kinds.unwrap_or(1), &of_tokens[..]);
+    let want = reference::moe_permute(&ids, first_expert..first_expert + experts, own);
     let got = (read(&offsets)?, read(&order)?, read(&positions)?);
     prop_assert!(
         got == want,
@@ -151,14 +169,20 @@ fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
 #[test]
 fn reference_is_a_stable_sort() {
     let ids = [3, 0, 9, 3, 1, 0, u32::MAX];
-    let (offsets, order, positions) = reference::moe_permute(&ids, 0..4);
+    let alike = (1, &[0u32; 7][..]);
+    let (offsets, order, positions) = reference::moe_permute(&ids, 0..4, alike);
     assert_eq!(offsets, [0, 2, 3, 3, 5]);
     assert_eq!(order, [1, 5, 4, 0, 3, 2, 6]);
     assert_eq!(positions, [3, 0, NO_POSITION, 4, 2, 1, NO_POSITION]);
-    let (offsets, order, positions) = reference::moe_permute(&ids, 1..4);
+    let (offsets, order, positions) = reference::moe_permute(&ids, 1..4, alike);
     assert_eq!(offsets, [0, 1, 1, 3]);
     assert_eq!(order, [4, 0, 3, 1, 2, 5, 6]);
     assert_eq!(positions, [1, NO_POSITION, NO_POSITION, 2, 0, NO_POSITION, NO_POSITION]);
+    // Two pairs of each token: of the second kind, of none, of the first kind.
+    let (offsets, order, positions) = reference::moe_permute(&[1, 0, 1, 0, 5, 1], 0..2, (2, &[1, 2, 0]));
+    assert_eq!(offsets, [0, 0, 1, 2, 3]);
+    assert_eq!(order, [5, 1, 0, 2, 3, 4]);
+    assert_eq!(positions, [2, 1, NO_POSITION, NO_POSITION, NO_POSITION, 0]);
 }
 
 proptest! {
@@ -195,12 +219,8 @@ fn many_pairs() -> Result<(), TestCaseError> {
         let ids = Tensor::from_slice(&stream, &[3, 2], &[3u32, 0, 3, 1, 0, 2])?;
         let empty = |shape: &[usize]| Tensor::empty(&stream, shape, DType::U32);
         let (mut offsets, mut order, mut positions) = (empty(&[5])?, empty(&[6])?, empty(&[3, 2])?);
-        let args = MoePermuteArgs {
-            ids: ids.view(),
-            offsets: offsets.view_mut(),
-            order: order.view_mut(),
-            positions: positions.view_mut(),
-        };
+        let args =
+            MoePermuteArgs::new(ids.view(), offsets.view_mut(), order.view_mut(), positions.view_mut());
         plan.run(&stream, args)?;
         assert_eq!(offsets.to_vec::<u32>(&stream)?, [0, 2, 3, 4, 6]);
         assert_eq!(order.to_vec::<u32>(&stream)?, [1, 4, 3, 5, 0, 2]);
@@ -219,12 +239,8 @@ fn bad_input() -> Result<(), Error> {
             let tensor = |shape: &[usize]| Tensor::zeros(&stream, shape, DType::U32);
             let (ids, mut positions) = (tensor(ids)?, tensor(positions)?);
             let (mut offsets, mut order) = (tensor(&[offsets])?, tensor(&[order])?);
-            let args = MoePermuteArgs {
-                ids: ids.view(),
-                offsets: offsets.view_mut(),
-                order: order.view_mut(),
-                positions: positions.view_mut(),
-            };
+            let (offsets, order) = (offsets.view_mut(), order.view_mut());
+            let args = MoePermuteArgs::new(ids.view(), offsets, order, positions.view_mut());
             Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
         };
         assert_eq!(
@@ -245,6 +261,11 @@ fn bad_input() -> Result<(), Error> {
             let problem = MoePermuteProblem::new(tokens, top_k, experts);
             MoePermute::supports(device, &problem).unwrap_err().to_string()
         };
+        let of_kinds = MoePermuteProblem { kinds: Some(20), ..MoePermuteProblem::new(1, 1, 128) };
+        assert_eq!(
+            MoePermute::supports(device, &of_kinds).unwrap_err().to_string(),
+            "moe_permute: problem: expected 1 to 2048 experts of all kinds, got 20 kinds of 128"
+        );
         assert_eq!(refused(1, 1, 0), "moe_permute: problem: expected 1 to 2048 experts, got 0");
         assert_eq!(refused(1, 0, 8), "moe_permute: problem: expected a top_k of at least 1, got 0");
         assert_eq!(

@@ -156,7 +156,11 @@ fn route(
     };
     let ids = words(&ids)?;
     if let Some(OwnExperts { first_expert, experts }) = case.problem.sort {
-        let want = moe_permute::reference::moe_permute(&ids, first_expert..first_expert + experts);
+        let want = moe_permute::reference::moe_permute(
+            &ids,
+            first_expert..first_expert + experts,
+            (1, &vec![0; tokens]),
+        );
         let got = (words(&offsets)?, words(&order)?, words(&positions)?);
         prop_assert_eq!(got, want, "{:?} on {:?}", case.problem, device);
     }

@@ -424,18 +424,29 @@ impl<T> Tensors<T> {
 }
 
 impl Unmade {
-    /// Room for a weight that is to be made on its device, with this global scale.
+    /// Room for a weight that is to be made on its device, with these global scales of its experts.
     ///
     /// **Errors**: as [`Weight::pack`].
     pub(crate) fn new(
         stream: &Stream,
         layout: Layout,
-        experts: usize,
         size: [usize; 2],
-        global: f32,
+        globals: Vec<f32>,
     ) -> Result<Self, Error> {
-        pack::check_experts(&layout, experts, size)?;
-        Ok(Unmade { globals: vec![global; experts], ..pack::empty(stream, &layout, experts, size)? })
+        pack::check_experts(&layout, globals.len(), size)?;
+        let mut weight = pack::empty(stream, &layout, globals.len(), size)?;
+        weight.globals = globals;
+        weight.upload_globals(stream)?;
+        Ok(weight)
+    }
+
+    /// Gives kernels the experts' global scales, if they take some and these differ.
+    fn upload_globals(&mut self, stream: &Stream) -> Result<(), Error> {
+        let differ = self.globals.iter().any(|&global| global != self.globals[0]);
+        if differ && self.layout.stored_scale() == ScaleType::E4m3 {
+            self.device_globals = Some(Tensor::from_slice(stream, &[self.experts], &self.globals)?);
+        }
+        Ok(())
     }
 
     /// What it is to be: the layout, experts, and rows and columns of each.

@@ -53,10 +53,7 @@ pub(super) fn pack<S: WeightSource>(
             at.upload(stream, &mut weight, &block_scales(&source, &layout, &counts, [n, k]))?;
         }
     }
-    let differ = weight.globals.iter().any(|&global| global != weight.globals[0]);
-    if differ && layout.stored_scale() == ScaleType::E4m3 {
-        weight.device_globals = Some(Tensor::from_slice(stream, &[experts], &weight.globals)?);
-    }
+    weight.upload_globals(stream)?;
     weight.finish(stream)
 }
 

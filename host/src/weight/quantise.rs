@@ -120,6 +120,27 @@ impl Scheme {
         (bits, zero)
     }
 
+    /// **Errors**: [`Error::Invalid`] for values up to this magnitude if no scale of its type is large enough, or what
+    /// it makes of them is beyond f32.
+    pub(crate) fn check_largest(
+        &self,
+        (op, argument): (&'static str, &'static str),
+        largest: f32,
+        global: f32,
+    ) -> Result<(), Error> {
+        let (low, reach) = match self.codes {
+            _ if self.asymmetric => (-largest, self.codes.most().into()),
+            Codes::Int4 | Codes::Int8 => (0.0, self.codes.zero().into()),
+            codes => (0.0, codes.largest()),
+        };
+        let (bits, _) = self.scale_of([low, largest], global);
+        if (reach * number(self.scale, &bits.to_le_bytes(), global)).is_finite() {
+            return Ok(());
+        }
+        let expected = format!("values whose scales {:?} can hold", self.scale);
+        Err(Error::invalid(op, argument, expected, format!("a magnitude of {largest:e}")))
+    }
+
     /// The code of a value, by its group's scale and zero point.
     pub(crate) fn code_of(&self, value: f32, (scale, zero): (f32, u8)) -> u16 {
         let scaled = if scale > 0.0 { value / scale } else { 0.0 };
@@ -157,8 +178,8 @@ pub struct Quantised<R> {
 impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
     /// A matrix `[n, k]` whose rows `rows` writes. Reads all of them once, for the scales.
     ///
-    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, a scale type that is no scheme's, or a
-    /// value that is not finite.
+    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, a scale type that is no scheme's, a value
+    /// that is not finite, or one for which a scale of its type is too small.
     pub fn new(size: [usize; 2], scheme: Scheme, rows: R) -> Result<Self, Error> {
         Self::with_global(size, scheme, rows, None)
     }
@@ -179,15 +200,17 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
             Quantised { rows, size, scheme, scales: Vec::new(), zeros: Vec::new(), global: 1.0 };
         let groups = quantised.groups();
         // The range of each group of each row.
-        let ranges: Vec<Vec<[f32; 2]>> = (0..n)
+        let (ranges, largest): (Vec<Vec<[f32; 2]>>, Vec<f32>) = (0..n)
             .into_par_iter()
             .map(|row| {
                 let mut values = vec![0.0; k];
                 (quantised.rows)(row, &mut values);
                 let width = if scheme.group == 0 { k.max(1) } else { scheme.group as usize };
-                values.chunks(width).map(|group| range(group, &scheme)).collect()
+                let ranges = values.chunks(width).map(|group| range(group, &scheme)).collect();
+                let largest = values.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+                (ranges, largest)
             })
-            .collect();
+            .unzip();
         if let Some((row, bad)) = ranges.iter().enumerate().find_map(|(row, ranges)| {
             ranges.iter().flatten().find(|end| !end.is_finite()).map(|end| (row, *end))
         }) {
@@ -206,6 +229,9 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
         let magnitude = |[low, high]: [f32; 2]| high.max(-low);
         let all = blocks.iter().copied().map(magnitude).fold(0.0, f32::max);
         quantised.global = global.unwrap_or_else(|| scheme.global_of(all));
+        // Also of values that a percentile leaves out, as it is where only the largest is known.
+        let largest = largest.into_iter().fold(0.0, f32::max);
+        scheme.check_largest((OP, "source"), largest, quantised.global)?;
         for range in blocks {
             let (bits, zero) = scheme.scale_of(range, quantised.global);
             quantised.scales.push(bits);

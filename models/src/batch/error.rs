@@ -132,6 +132,12 @@ pub enum BatchError {
     /// A draft model with recurrent states, which cannot go back behind drafts that were not kept.
     #[error("a draft model with recurrent states, which cannot go back: expected one without")]
     DraftRecurrent,
+    /// A tree of drafts for a model with recurrent states, which cannot go back behind those that were not kept.
+    #[error("a tree of drafts for {id}: expected a model without recurrent states, which cannot go back")]
+    RecurrentTree {
+        /// The request.
+        id: RequestId,
+    },
     /// A recurrent state cannot go back.
     #[error("{id} cannot be cut to {tokens} tokens: its recurrent state is of {computed}; pre-empt it first")]
     Recurrent {

@@ -15,6 +15,7 @@ mod sampler;
 mod scheduler;
 mod sharing;
 mod step;
+mod tree;
 mod visual;
 mod work;
 
@@ -46,6 +47,7 @@ pub(crate) use sampler::is_penalised;
 pub use sampler::{BatchSampler, ChosenToken, RowSampling, TokenLogprobs};
 pub use scheduler::{RequestId, ScheduledStep, Scheduler};
 pub use sharing::SharedPrefix;
+pub use tree::DraftNode;
 pub use visual::PromptVisual;
 pub use work::{BatchStats, SequenceId, StepOutput, Work, WorkLogits};
 

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::ops::Range;
 
+use super::tree::Path;
 use super::{Batch, BatchError, Prompt, SequenceId, Work, WorkLogits};
 use crate::LogitRows;
 
@@ -21,7 +22,7 @@ impl fmt::Display for RequestId {
 #[derive(Clone, Debug)]
 pub struct ScheduledStep<'a> {
     /// Requests none of whose tokens are pending any more, from the oldest on, each with the rows of `logits` that its
-    /// next tokens are to be chosen from: one, and one more for each token that was drafted.
+    /// next tokens are to be chosen from: one, and one more for each token that was drafted; of a tree's paths each.
     pub requests: Vec<(RequestId, Range<usize>)>,
     /// `[rows, vocab]` f32 on the device, until the next step.
     pub logits: LogitRows<'a>,
@@ -37,9 +38,9 @@ pub struct ScheduledStep<'a> {
 /// on, before any that wait, once there are pages for all that they had. The oldest request always goes on.
 ///
 /// **Speculation**: what may come behind a request's last token can be [drafted](Self::draft), from its own text by
-/// [`NgramDraft`](super::NgramDraft) or with a smaller model by [`ModelDraft`](super::ModelDraft). A step computes
-/// drafts too, and [`Self::accept`] keeps those that were chosen anyway. Tokens chosen by the same parameters are the
-/// same with drafts and without, as far as the logits are.
+/// [`NgramDraft`](super::NgramDraft) or with a smaller model by [`ModelDraft`](super::ModelDraft), also as a
+/// [tree](Self::draft_tree). A step computes drafts too, and [`Self::accept`] keeps those that were chosen anyway.
+/// Tokens chosen by the same parameters are the same with drafts and without, as far as the logits are.
 ///
 /// ```no_run
 /// # extern crate models as warpforge;
@@ -69,20 +70,25 @@ pub struct ScheduledStep<'a> {
 /// ```
 #[derive(Debug)]
 pub struct Scheduler {
-    batch: Batch,
+    pub(super) batch: Batch,
     waiting: VecDeque<(RequestId, Prompt)>,
     /// Those in the batch.
-    running: BTreeMap<RequestId, Running>,
+    pub(super) running: BTreeMap<RequestId, Running>,
     last_id: u64,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Running {
-    sequence: SequenceId,
+#[derive(Clone, Debug)]
+pub(super) struct Running {
+    pub(super) sequence: SequenceId,
     /// Pre-empted.
-    is_paused: bool,
+    pub(super) is_paused: bool,
     /// How many of its last tokens are drafts.
-    drafted: usize,
+    pub(super) drafted: usize,
+    /// The paths of a tree of drafts but the first.
+    pub(super) paths: Vec<Path>,
+    /// If it was pre-empted while its tokens were to be chosen from rows that a step gave: the drafts of these rows, by
+    /// path, which it has not any more. Until they are chosen, or it has new rows.
+    pub(super) awaited: Option<Vec<Vec<u32>>>,
 }
 
 /// Tokens of a request that a step may compute.
@@ -138,7 +144,7 @@ impl Scheduler {
         RequestId(self.last_id)
     }
 
-    fn sequence(&self, id: RequestId) -> Result<SequenceId, BatchError> {
+    pub(super) fn sequence(&self, id: RequestId) -> Result<SequenceId, BatchError> {
         self.running.get(&id).map(|running| running.sequence).ok_or(BatchError::UnknownRequest { id })
     }
 
@@ -158,7 +164,10 @@ impl Scheduler {
         let sequence = self.sequence(id)?;
         // Drafts stay where it is refused.
         self.batch.check_push(self.batch.tokens(sequence)?.len() - self.drafted(id), token)?;
-        self.keep_drafts(id, 0)?;
+        self.forget_drafts(id)?;
+        if let Some(running) = self.running.get_mut(&id) {
+            running.awaited = None;
+        }
         self.batch.push(sequence, token)
     }
 
@@ -172,7 +181,7 @@ impl Scheduler {
     pub fn draft(&mut self, id: RequestId, tokens: &[u32]) -> Result<usize, BatchError> {
         let sequence = self.sequence(id)?;
         self.batch.model().config().decoder.check_ids(tokens)?;
-        self.keep_drafts(id, 0)?;
+        self.forget_drafts(id)?;
         let taken = tokens.len().min(self.room_for_drafts(id)?);
         for &token in &tokens[..taken] {
             self.batch.push(sequence, token)?;
@@ -189,8 +198,9 @@ impl Scheduler {
         let drafted = self.drafted(id);
         let own = self.batch.tokens(sequence)?.len() - drafted;
         let pending = self.batch.pending(sequence)?;
+        let is_awaited = self.running.get(&id).is_some_and(|running| running.awaited.is_some());
         // Drafts of a sequence of which nothing is computed could be found in the prefix cache, as its prompt.
-        if self.batch.is_recurrent || pending != 1 + drafted || own == 1 {
+        if self.batch.is_recurrent || pending != 1 + drafted || own == 1 || is_awaited {
             return Ok(0);
         }
         Ok((self.batch.options.capacity - 1).saturating_sub(own))
@@ -222,30 +232,73 @@ impl Scheduler {
 
     /// Appends the tokens that were chosen from a request's rows of the last step, as many as it had rows: up to the
     /// first that differs from its draft, and that one too. Returns how many tokens the request has got, at least one.
+    /// Of a [tree](Self::draft_tree) it is the longest path whose tokens were chosen, and the token behind it: they are
+    /// the last ones of [`Self::tokens`] then.
+    ///
+    /// A request whose tokens are not chosen before the next step may be pre-empted by that: its tokens are accepted
+    /// all the same, until it has been computed anew, and has one row again.
     ///
     /// Where each token is chosen by a step of the random numbers of its own, as [`Self::push`] would have it, the
     /// tokens are distributed exactly as without drafts: a row is chosen from only behind drafts that were chosen.
     ///
     /// **Errors**: those of [`Self::push`]; [`BatchError::Drafts`] for another number of tokens.
     pub fn accept(&mut self, id: RequestId, chosen: &[u32]) -> Result<usize, BatchError> {
-        let sequence = self.sequence(id)?;
-        let drafted = self.drafted(id);
-        let computed = self.batch.pending(sequence)? == 0;
-        let Some((&last, before)) =
-            chosen.split_last().filter(|(_, before)| before.len() == drafted && computed)
-        else {
-            return Err(BatchError::Drafts { id, tokens: chosen.len(), drafted });
+        let running = self.running.get(&id).ok_or(BatchError::UnknownRequest { id })?;
+        let known = self.batch.tokens(running.sequence)?.len() - running.drafted;
+        let (paths, has_rows) = match &running.awaited {
+            Some(paths) => (paths.clone(), true),
+            None => (self.drafts(running)?, self.batch.pending(running.sequence)? == 0),
         };
-        let tokens = self.batch.tokens(sequence)?;
-        let drafts = &tokens[tokens.len() - drafted..];
-        let kept = std::iter::zip(drafts, before).take_while(|(draft, token)| draft == token).count();
-        let next = before.get(kept).copied().unwrap_or(last);
-        self.keep_drafts(id, kept)?;
-        if let Some(running) = self.running.get_mut(&id) {
-            running.drafted = 0;
+        let drafted = paths.iter().map(|drafts| drafts.len() + 1).sum::<usize>() - 1;
+        if !has_rows || chosen.len() != drafted + 1 {
+            return Err(BatchError::Drafts { id, tokens: chosen.len(), drafted });
         }
-        self.batch.push(sequence, next)?;
+        let (mut taken, mut first) = ((0, 0, chosen[0]), 0);
+        for (path, drafts) in paths.iter().enumerate() {
+            let own = &chosen[first..=first + drafts.len()];
+            let kept = std::iter::zip(drafts, own).take_while(|(draft, token)| draft == token).count();
+            if path == 0 || kept > taken.1 {
+                taken = (path, kept, own[kept]);
+            }
+            first += own.len();
+        }
+        let (path, kept, next) = taken;
+        self.batch.check_push(known + kept, next)?;
+        if running.awaited.is_some() {
+            let sequence = running.sequence;
+            paths[path][..kept].iter().try_for_each(|&token| self.batch.push(sequence, token))?;
+        } else {
+            self.take_path(id, path)?;
+            self.keep_drafts(id, kept)?;
+        }
+        if let Some(running) = self.running.get_mut(&id) {
+            (running.drafted, running.awaited) = (0, None);
+        }
+        self.batch.push(self.sequence(id)?, next)?;
         Ok(kept + 1)
+    }
+
+    /// A request's drafts, by path.
+    fn drafts(&self, running: &Running) -> Result<Vec<Vec<u32>>, BatchError> {
+        let of_path = |Path { sequence, drafted }| {
+            let tokens = self.batch.tokens(sequence)?;
+            Ok(tokens[tokens.len() - drafted..].to_vec())
+        };
+        running.all_paths().map(of_path).collect()
+    }
+
+    /// Forgets all of a request's drafts, also those whose rows a pre-emption has not taken.
+    pub(super) fn forget_drafts(&mut self, id: RequestId) -> Result<(), BatchError> {
+        if let Some(Running { awaited: Some(awaited), .. }) = self.running.get_mut(&id) {
+            *awaited = vec![Vec::new()];
+        }
+        self.drop_drafts(id)
+    }
+
+    /// Forgets all that a request's sequences have.
+    fn drop_drafts(&mut self, id: RequestId) -> Result<(), BatchError> {
+        self.keep_paths(id, 0)?;
+        self.keep_drafts(id, 0)
     }
 
     /// Forgets a request's drafts but for the first so many.
@@ -264,11 +317,11 @@ impl Scheduler {
     ///
     /// **Errors**: those of [`Batch::fork`]; [`BatchError::UnknownRequest`] also of one that waits.
     pub fn fork(&mut self, id: RequestId) -> Result<RequestId, BatchError> {
-        let own = self.running.get(&id).copied().ok_or(BatchError::UnknownRequest { id })?;
+        let own = self.running.get(&id).cloned().ok_or(BatchError::UnknownRequest { id })?;
         let sequence = self.batch.fork(own.sequence)?;
         let fork = self.next_id();
-        self.running.insert(fork, Running { sequence, ..own });
-        [id, fork].into_iter().try_for_each(|id| self.keep_drafts(id, 0))?;
+        self.running.insert(fork, Running { sequence, paths: Vec::new(), ..own });
+        [id, fork].into_iter().try_for_each(|id| self.forget_drafts(id))?;
         Ok(fork)
     }
 
@@ -279,6 +332,7 @@ impl Scheduler {
             return Ok(());
         }
         let sequence = self.sequence(id)?;
+        self.keep_paths(id, 0)?;
         self.running.remove(&id);
         self.batch.remove(sequence)
     }
@@ -288,6 +342,10 @@ impl Scheduler {
     ///
     /// **Errors**: [`BatchError::Device`].
     pub fn step(&mut self) -> Result<Option<ScheduledStep<'_>>, BatchError> {
+        if !self.waiting.is_empty() || self.running.values().any(|running| running.is_paused) {
+            // What other paths have is theirs.
+            self.not_computed().into_iter().try_for_each(|id| self.keep_paths(id, 0))?;
+        }
         self.resume()?;
         self.admit()?;
         let (requests, work) = loop {
@@ -298,36 +356,55 @@ impl Scheduler {
             if self.batch.pages_for(&work)? <= self.batch.free_pages() {
                 break (requests, work);
             }
-            // Not those whose logits are there to be chosen from.
-            let is_drafted = |running: &&Running| {
-                running.drafted > 0 && self.batch.pending(running.sequence).is_ok_and(|pending| pending > 0)
-            };
-            let drafted = self.running.iter().filter(|(_, running)| is_drafted(running));
-            let drafted: Vec<_> = drafted.map(|(&id, _)| id).collect();
+            let drafted = self.not_computed();
             if !drafted.is_empty() {
-                drafted.into_iter().try_for_each(|id| self.keep_drafts(id, 0))?;
+                drafted.into_iter().try_for_each(|id| self.drop_drafts(id))?;
                 continue;
             }
             let mut active = self.running.iter().filter(|(_, running)| !running.is_paused).map(|(&id, _)| id);
             match (active.next(), active.next_back()) {
                 (Some(_), Some(youngest)) => {
+                    let Some(running) = self.running.get(&youngest) else { continue };
+                    let sequence = running.sequence;
+                    let has_rows = self.batch.pending(sequence)? == 0;
+                    let drafts = if has_rows { Some(self.drafts(running)?) } else { None };
+                    if let Some(running) = self.running.get_mut(&youngest) {
+                        (running.is_paused, running.awaited) = (true, drafts.or(running.awaited.take()));
+                    }
                     // Those that are computed too: a sequence that comes back has none.
-                    self.keep_drafts(youngest, 0)?;
-                    let Some(running) = self.running.get_mut(&youngest) else { continue };
-                    running.is_paused = true;
-                    self.batch.preempt(running.sequence)?;
+                    self.drop_drafts(youngest)?;
+                    self.batch.preempt(sequence)?;
                 }
                 // Alone a sequence finds its pages.
                 _ => break (requests, work),
             }
         };
         let output = self.batch.step(&work)?;
-        let rows = std::iter::zip(requests, output.rows());
-        let mut requests: Vec<_> =
-            rows.filter(|(_, rows)| !rows.is_empty()).map(|(id, rows)| (id, rows.clone())).collect();
+        let given = std::iter::zip(requests, output.rows()).filter(|(_, rows)| !rows.is_empty());
+        let mut requests: Vec<(RequestId, Range<usize>)> = Vec::new();
+        for (id, rows) in given {
+            match requests.last_mut() {
+                // The paths of a tree are beside each other.
+                Some((last, all)) if *last == id => all.end = rows.end,
+                _ => requests.push((id, rows.clone())),
+            }
+        }
         requests.sort_by_key(|&(id, _)| id);
+        for (id, _) in &requests {
+            if let Some(running) = self.running.get_mut(id) {
+                running.awaited = None;
+            }
+        }
         let tokens = work.iter().map(|work| work.tokens).sum();
         Ok(Some(ScheduledStep { requests, logits: output.logits(), tokens }))
+    }
+
+    /// Requests with drafts whose logits are not there yet.
+    fn not_computed(&self) -> Vec<RequestId> {
+        let is_pending = |running: &&Running| {
+            running.drafted > 0 && self.batch.pending(running.sequence).is_ok_and(|pending| pending > 0)
+        };
+        self.running.iter().filter(|(_, running)| is_pending(running)).map(|(&id, _)| id).collect()
     }
 
     /// Lets requests go on that were pre-empted, the oldest first, as far as there are pages for their tokens.
@@ -359,7 +436,7 @@ impl Scheduler {
             }
             let sequence = self.batch.add_prompt(prompt.clone())?;
             free = free.saturating_sub(needed);
-            self.running.insert(*id, Running { sequence, is_paused: false, drafted: 0 });
+            self.running.insert(*id, Running::new(sequence));
             self.waiting.pop_front();
         }
         Ok(())
@@ -418,9 +495,11 @@ impl Scheduler {
         let (mut requests, mut work) = (Vec::new(), Vec::new());
         let mut seeing: Option<RequestId> = None;
         for Pending { id, sequence, drafted, .. } in ones {
+            let wanted = drafted;
             let drafted = if severals > 0 { drafted.min(spare) } else { 0 };
             self.keep_drafts(id, drafted)?;
             if budget == 0 || !self.may_see(&mut seeing, id, 1)? {
+                self.keep_paths(id, 0)?;
                 continue;
             }
             spare -= drafted;
@@ -428,6 +507,18 @@ impl Scheduler {
             severals -= usize::from(drafted > 0);
             requests.push(id);
             work.push(Work { id: sequence, tokens: 1 + drafted, logits: WorkLogits::All });
+            let paths = self.running.get(&id).map_or(&[][..], |running| &running.paths);
+            let (mut kept, is_whole) = (0, drafted == wanted);
+            for &Path { sequence, drafted } in paths {
+                let tokens = 1 + drafted;
+                if !is_whole || severals == 0 || tokens > spare.min(budget) {
+                    break;
+                }
+                (spare, budget, severals, kept) = (spare - tokens, budget - tokens, severals - 1, kept + 1);
+                requests.push(id);
+                work.push(Work { id: sequence, tokens, logits: WorkLogits::All });
+            }
+            self.keep_paths(id, kept)?;
         }
         for Pending { id, sequence, tokens: pending, .. } in prompts {
             let most = if severals > 0 { budget } else { budget.min(1) };

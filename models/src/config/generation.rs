@@ -12,7 +12,7 @@ use host::ops::sampling::SamplingParams;
 pub struct GenerationConfig {
     /// Whether tokens are drawn; the most likely one is taken if not.
     pub do_sample: bool,
-    /// What logits are divided by, 0 or above; 0 takes the most likely token.
+    /// What logits are divided by, from 1e-30 to 1e30, or 0, which takes the most likely token.
     pub temperature: f32,
     /// The most likely tokens that are drawn from; `None`: all.
     pub top_k: Option<u32>,
@@ -57,7 +57,9 @@ pub(super) fn read(fields: &Fields) -> Result<GenerationConfig, ModelError> {
     let top_k = fields.nullable("top_k", "an integer from -1 to 4294967295", |value: &Value| {
         value.as_i64().filter(|k| (-1..=i64::from(u32::MAX)).contains(k))
     })?;
-    let temperature = fields.number("temperature", "a number, 0 or above", |t| (0.0..=1e30).contains(&t))?;
+    // Others are not normal numbers in f32, or no numbers.
+    let fits = |t: f64| t == 0.0 || (1e-30..=1e30).contains(&t);
+    let temperature = fields.number("temperature", "0 or a number from 1e-30 to 1e30", fits)?;
     let top_p = fields.number("top_p", "a number above 0 and at most 1", |p| p > 0.0 && p <= 1.0)?;
     let min_p = fields.number("min_p", "a number from 0 to 1", |p| (0.0..=1.0).contains(&p))?;
     let expected = "a number from 1e-6 to 1e6";
@@ -119,7 +121,11 @@ mod tests {
     #[test]
     fn refused_values() {
         for (text, want) in [
-            (r#"{"temperature": -1}"#, "temperature: expected a number, 0 or above, got -1"),
+            (r#"{"temperature": -1}"#, "temperature: expected 0 or a number from 1e-30 to 1e30, got -1"),
+            (
+                r#"{"temperature": 1e-40}"#,
+                "temperature: expected 0 or a number from 1e-30 to 1e30, got 1e-40",
+            ),
             (r#"{"top_p": 0}"#, "top_p: expected a number above 0 and at most 1, got 0"),
             (r#"{"top_k": -2}"#, "top_k: expected an integer from -1 to 4294967295, got -2"),
             (r#"{"min_p": 1.5}"#, "min_p: expected a number from 0 to 1, got 1.5"),

@@ -6,12 +6,12 @@
 use std::collections::BTreeSet;
 
 use abi::DType;
+use abi::ops::moe_permute::MAX_BINS;
 
 use super::{
-    DeltaNet, FeedForward, LatentAttention, Mlp, Phase, Plans, Projection, ProjectionPlan, SelfAttention,
-    Step,
+    DeltaNet, FeedForward, LatentAttention, Phase, Plans, Projection, ProjectionPlan, SelfAttention, Step,
 };
-use crate::adapter::{Adapter, Modules, check_used};
+use crate::adapter::{Adapter, Matrices, Modules, check_used};
 use crate::config::{DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, MlpConfig};
 use crate::decoder::DecoderLayer;
 use crate::loader::encode;
@@ -30,10 +30,10 @@ const RANK_UNIT: usize = 16;
 /// What adapters add to a projection.
 #[derive(Debug)]
 pub(crate) struct LowRank {
-    /// `[adapters, rank, in]`
-    down: Constant,
-    /// `[adapters, out, rank]`, times each adapter's scale.
-    up: Constant,
+    /// `[adapters, rank, in]`; of experts `[adapters · experts, rank, in]`.
+    pub(super) down: Constant,
+    /// `[adapters, out, rank]`, times each adapter's scale; of experts likewise.
+    pub(super) up: Constant,
 }
 
 /// A part of a layer to whose projections adapters may add.
@@ -43,11 +43,12 @@ pub(super) enum Adapted {
     DeltaNet,
     Latent,
     Mlp,
-    SharedExpert,
+    /// Its shared expert, and the routed ones.
+    Mixture,
 }
 
 /// How many of them there are.
-const PARTS: usize = Adapted::SharedExpert as usize + 1;
+const PARTS: usize = Adapted::Mixture as usize + 1;
 
 /// A projection of a part, by its place.
 #[derive(Clone, Copy)]
@@ -56,10 +57,13 @@ pub(super) enum Which {
     /// Between the two, where there are three.
     Second,
     Last,
+    /// Those of routed experts.
+    ExpertsFirst,
+    ExpertsLast,
 }
 
 /// Most projections of a part.
-const PROJECTIONS: usize = Which::Last as usize + 1;
+const PROJECTIONS: usize = Which::ExpertsLast as usize + 1;
 
 /// What adapters add to the projections of a part of a layer.
 #[derive(Debug, Default)]
@@ -80,10 +84,10 @@ pub(crate) struct Adapters {
     layers: Vec<[PartAdapters; 2]>,
 }
 
-/// The modules of a part's projections.
+/// The modules of a part's projections: of each those of one matrix, or of one for each expert, or none.
 struct PartModules {
     part: Adapted,
-    projections: [Option<Modules>; PROJECTIONS],
+    projections: [Vec<Modules>; PROJECTIONS],
 }
 
 impl Adapters {
@@ -103,15 +107,17 @@ impl Adapters {
             let mixer = PartModules::of_mixer(&config.mixer, hidden_size, &prefix);
             let feed_forward = (&config.feed_forward, &weights.feed_forward);
             let feed_forward = PartModules::of_feed_forward(feed_forward, hidden_size, &prefix);
-            modules.push([Some(mixer), feed_forward]);
+            modules.push([mixer, feed_forward]);
             others.extend(not_adapted(config, &prefix));
         }
         let mut ranks = [[0; PROJECTIONS]; PARTS];
-        for own in modules.iter().flatten().flatten() {
+        for own in modules.iter().flatten() {
             for (rank, modules) in std::iter::zip(&mut ranks[own.part as usize], &own.projections) {
-                let Some(modules) = modules else { continue };
-                modules.check(adapters)?;
-                *rank = modules.rank(adapters).next_multiple_of(RANK_UNIT).max(*rank);
+                for modules in modules {
+                    modules.check(adapters)?;
+                    *rank = modules.rank(adapters).next_multiple_of(RANK_UNIT).max(*rank);
+                }
+                check_experts(modules.len(), *rank, adapters.len())?;
             }
         }
         let mut used = vec![BTreeSet::new(); adapters.len()];
@@ -119,18 +125,32 @@ impl Adapters {
         for layer in &modules {
             let mut own = [PartAdapters::default(), PartAdapters::default()];
             for (PartAdapters(own), modules) in std::iter::zip(&mut own, layer) {
-                let Some(PartModules { part, projections }) = modules else { continue };
+                let PartModules { part, projections } = modules;
                 for (place, modules) in projections.iter().enumerate() {
-                    let (Some(modules), rank) = (modules, ranks[*part as usize][place]) else { continue };
-                    let Some(matrices) = modules.read(adapters, rank, &mut used)? else { continue };
-                    let constant = |shape: [usize; 2], values: &[f32]| {
-                        let shape = [adapters.len(), shape[0], shape[1]];
-                        let tensor = Tensor::from_bytes(stream, &shape, dtype, &encode(values, dtype))?;
+                    let rank = ranks[*part as usize][place];
+                    let read = |modules: &Modules| modules.read(adapters, rank, &mut used);
+                    let matrices: Vec<Option<Matrices>> =
+                        modules.iter().map(read).collect::<Result<_, _>>()?;
+                    let Some(first) = modules.first().filter(|_| matrices.iter().any(Option::is_some)) else {
+                        continue;
+                    };
+                    // Of each adapter one matrix after the other.
+                    let constant = |[rows, cols]: [usize; 2], of: fn(&Matrices) -> &[f32]| {
+                        let (len, count) = (rows * cols, matrices.len());
+                        let mut values = vec![0.0; adapters.len() * count * len];
+                        for (index, matrices) in matrices.iter().enumerate() {
+                            let Some(matrices) = matrices else { continue };
+                            for (adapter, own) in of(matrices).chunks_exact(len).enumerate() {
+                                values[(adapter * count + index) * len..][..len].copy_from_slice(own);
+                            }
+                        }
+                        let shape = [adapters.len() * count, rows, cols];
+                        let tensor = Tensor::from_bytes(stream, &shape, dtype, &encode(&values, dtype))?;
                         Constant::new(tensor, stream)
                     };
                     own[place] = Some(LowRank {
-                        down: constant([rank, modules.cols], &matrices.down)?,
-                        up: constant([modules.rows(), rank], &matrices.up)?,
+                        down: constant([rank, first.cols], |matrices| &matrices.down)?,
+                        up: constant([first.rows(), rank], |matrices| &matrices.up)?,
                     });
                 }
             }
@@ -158,9 +178,11 @@ impl PartModules {
         (last, last_cols): (String, usize),
         hidden_size: usize,
     ) -> Self {
-        let first = Modules { parts: first, cols: first_cols, in_turn: false };
+        let mut projections = [const { Vec::new() }; PROJECTIONS];
+        projections[Which::First as usize].push(Modules { parts: first, cols: first_cols, in_turn: false });
         let last = Modules { parts: vec![(last, hidden_size.into())], cols: last_cols, in_turn: false };
-        PartModules { part, projections: [Some(first), None, Some(last)] }
+        projections[Which::Last as usize].push(last);
+        PartModules { part, projections }
     }
 
     fn of_mixer(config: &MixerConfig, hidden_size: usize, prefix: &str) -> Self {
@@ -184,40 +206,66 @@ impl PartModules {
                 let o = (format!("{prefix}.o_proj"), config.heads * config.value);
                 let mut own = Self::new(Adapted::Latent, (a, hidden_size), o, hidden_size);
                 let cols = config.q_latent.unwrap_or(hidden_size);
-                own.projections[Which::Second as usize] =
-                    Some(Modules { parts: vec![q], cols, in_turn: false });
+                own.projections[Which::Second as usize].push(Modules {
+                    parts: vec![q],
+                    cols,
+                    in_turn: false,
+                });
                 own
             }
         }
     }
 
-    fn of_feed_forward(
-        of: (&FeedForwardConfig, &FeedForward),
-        hidden_size: usize,
-        prefix: &str,
-    ) -> Option<Self> {
-        let of_mlp = |part: Adapted, config: &MlpConfig, mlp: &Mlp, prefix: String| {
+    fn of_feed_forward(of: (&FeedForwardConfig, &FeedForward), hidden_size: usize, prefix: &str) -> Self {
+        let of_mlp = |part: Adapted, config: &MlpConfig, in_turn: bool, prefix: String| {
             let inner = config.intermediate_size;
             let gate_up = ["gate_proj", "up_proj"].map(|part| (format!("{prefix}.{part}"), inner.into()));
             let down = (format!("{prefix}.down_proj"), inner);
             let mut own = Self::new(part, (gate_up.into(), hidden_size), down, hidden_size);
-            if let [Some(gate_up), ..] = &mut own.projections {
-                gate_up.in_turn = mlp.gate_up.is_in_turn();
-            }
+            own.projections[Which::First as usize].iter_mut().for_each(|gate_up| gate_up.in_turn = in_turn);
             own
         };
         match of {
             (FeedForwardConfig::Mlp(config), FeedForward::Mlp(mlp)) => {
-                Some(of_mlp(Adapted::Mlp, config, mlp, format!("{prefix}.mlp")))
+                of_mlp(Adapted::Mlp, config, mlp.gate_up.is_in_turn(), format!("{prefix}.mlp"))
             }
             (FeedForwardConfig::Moe(config), FeedForward::Moe(moe)) => {
-                let (config, mlp) = config.shared.as_ref().zip(moe.shared.as_ref())?;
-                let prefix = format!("{prefix}.mlp.{}", config.name);
-                Some(of_mlp(Adapted::SharedExpert, &config.mlp, mlp, prefix))
+                let shared = config.shared.as_ref().zip(moe.shared.as_ref());
+                let mut own = match shared {
+                    Some((config, mlp)) => {
+                        let prefix = format!("{prefix}.mlp.{}", config.name);
+                        of_mlp(Adapted::Mixture, &config.mlp, mlp.gate_up.is_in_turn(), prefix)
+                    }
+                    None => Self::of_nothing(Adapted::Mixture),
+                };
+                for expert in moe.experts.clone() {
+                    let prefix = format!("{prefix}.mlp.experts.{expert}");
+                    let PartModules { projections, .. } =
+                        of_mlp(Adapted::Mixture, &config.expert, false, prefix);
+                    let [first, _, last, ..] = projections;
+                    own.projections[Which::ExpertsFirst as usize].extend(first);
+                    own.projections[Which::ExpertsLast as usize].extend(last);
+                }
+                own
             }
-            _ => None,
+            _ => Self::of_nothing(Adapted::Mlp),
         }
     }
+
+    fn of_nothing(part: Adapted) -> Self {
+        PartModules { part, projections: [const { Vec::new() }; PROJECTIONS] }
+    }
+}
+
+/// **Errors**: [`Error::Invalid`] for matrices of so many experts of more adapters than can be sorted.
+fn check_experts(experts: usize, rank: usize, adapters: usize) -> Result<(), Error> {
+    let most = MAX_BINS as usize / experts.max(1);
+    if experts > 1 && rank > 0 && adapters > most {
+        let expected =
+            format!("at most {most} where some are of routed experts, of which there are {experts}");
+        return Err(Error::invalid("Batch", "adapters", expected, adapters.to_string()));
+    }
+    Ok(())
 }
 
 /// What the names of a layer's other linear modules begin with, and what such a one is.
@@ -228,7 +276,7 @@ fn not_adapted(config: &LayerConfig, prefix: &str) -> Vec<(String, &'static str)
         others.push((format!("{prefix}.self_attn.kv_b_proj."), what));
     }
     if let FeedForwardConfig::Moe(_) = config.feed_forward {
-        let experts = "one of routed experts, whose rows are sorted by expert and not by adapter";
+        let experts = "one of routed experts that is no expert's gate_proj, up_proj or down_proj";
         others.push((format!("{prefix}.mlp.experts."), experts));
         for gate in ["gate", "shared_expert_gate"] {
             others.push((
@@ -272,18 +320,16 @@ impl RowSorter {
     pub(crate) fn run<'a>(
         &'a mut self,
         stream: &Stream,
-        ids: TensorView<'_>,
+        ids: TensorView<'a>,
         adapters: &'a Adapters,
     ) -> Result<AdaptedRows<'a>, Error> {
         let tokens = ids.shape()[0];
-        let args = MoePermuteArgs {
-            ids: ids.reshape(&[tokens, 1])?,
-            offsets: self.offsets.view_mut(),
-            order: self.order.view_mut().slice(0, 0..tokens)?,
-            positions: self.positions.view_mut().slice(0, 0..tokens)?,
-        };
+        let order = self.order.view_mut().slice(0, 0..tokens)?;
+        let positions = self.positions.view_mut().slice(0, 0..tokens)?;
+        let args = MoePermuteArgs::new(ids.reshape(&[tokens, 1])?, self.offsets.view_mut(), order, positions);
         self.permute.holding(tokens)?.run(stream, args)?;
         Ok(AdaptedRows {
+            ids,
             offsets: self.offsets.view(),
             order: self.order.view().slice(0, 0..tokens)?,
             positions: self.positions.view().slice(0, 0..tokens)?,
@@ -295,6 +341,8 @@ impl RowSorter {
 
 /// A step's rows, sorted by adapter, and what the adapters are.
 pub(crate) struct AdaptedRows<'a> {
+    /// `[tokens]`: the adapter of each.
+    pub(super) ids: TensorView<'a>,
     offsets: TensorView<'a>,
     order: TensorView<'a>,
     positions: TensorView<'a>,
@@ -416,8 +464,20 @@ pub(super) fn run_adapted(
     }
 }
 
+impl AdapterSizes {
+    /// How many adapters there are.
+    pub(super) fn len(&self) -> usize {
+        self.adapters
+    }
+
+    /// The rank of what they add to a projection; 0 if nothing in any layer.
+    pub(super) fn rank(&self, part: Adapted, which: Which) -> usize {
+        self.ranks[part as usize][which as usize]
+    }
+}
+
 impl PartAdapters {
-    fn of(&self, which: Which) -> Option<&LowRank> {
+    pub(super) fn of(&self, which: Which) -> Option<&LowRank> {
         self.0[which as usize].as_ref()
     }
 }

@@ -6,6 +6,7 @@
 mod attention;
 mod cache;
 mod delta_net;
+mod expert_low_rank;
 mod group;
 mod latent;
 mod linear;

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use abi::DType;
 
+use super::expert_low_rank::{AdaptedExperts, Pairs};
 use super::low_rank::{Adapted, PartAdapters};
 use super::mlp::MlpBlock;
 use super::projection::ExpertsPlan;
@@ -110,6 +111,8 @@ pub(crate) struct MoeBlock {
     projected: Tensor,
     /// `[tokens, hidden]`: the shared expert's result.
     shared_out: Option<Tensor>,
+    /// Of routed experts, where adapters add to them.
+    adapted: Option<AdaptedExperts>,
 }
 
 #[derive(Debug)]
@@ -171,7 +174,8 @@ impl MoePlans {
             let gate = Some(expert.activation);
             let gated = GroupedMatmulProblem::new(rows, moe.experts.len(), inner, hidden_size, dtype);
             let gated = GroupedMatmulProblem { from, gate, ..gated };
-            let is_gated = moe.gate_up.kind().is_empty() && GroupedMatmul::supports(device, &gated).is_ok();
+            let is_plain = moe.gate_up.kind().is_empty() && !AdaptedExperts::are_adapted(phase);
+            let is_gated = is_plain && GroupedMatmul::supports(device, &gated).is_ok();
             let (n, gate) = if is_gated { (inner, gate) } else { (2 * inner, None) };
             Ok(ExpertPlans {
                 gate_up: product(&moe.gate_up, n, hidden_size, from, gate)?,
@@ -209,7 +213,7 @@ impl MoeBlock {
         let shared = config.shared.filter(|shared| shared.mlp.intermediate_size > 0);
         let shared = shared.zip(moe.shared.as_ref());
         let shared =
-            shared.map(|(shared, weights)| MlpBlock::new(phase, Adapted::SharedExpert, &shared.mlp, weights));
+            shared.map(|(shared, weights)| MlpBlock::new(phase, Adapted::Mixture, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         // Zeros stay where there is nothing of the experts, and in rows of pairs whose expert is elsewhere, which the
         // gate reads.
@@ -232,6 +236,7 @@ impl MoeBlock {
             gate_up: of_pairs(2 * inner, is_whole)?,
             activated: of_pairs(inner, true)?,
             projected: of_pairs(hidden_size, inner > 0)?,
+            adapted: AdaptedExperts::new(phase, config, moe)?,
         })
     }
 
@@ -274,30 +279,25 @@ impl MoeBlock {
         };
         plans.router.run(stream, args)?;
         if let Some(permute) = &plans.permute {
-            let args = MoePermuteArgs {
-                ids: ids.as_view(),
-                offsets: self.offsets.view_mut(),
-                order: order.reborrow(),
-                positions: positions.reborrow(),
-            };
+            let offsets = self.offsets.view_mut();
+            let args = MoePermuteArgs::new(ids.as_view(), offsets, order.reborrow(), positions.reborrow());
             permute.run(stream, args)?;
         }
 
-        let offsets = self.offsets.view();
+        let pairs_of = Pairs {
+            ids: ids.as_view(),
+            positions: positions.as_view(),
+            offsets: self.offsets.view(),
+            order: order.as_view(),
+        };
+        let adapted = self.adapted.as_mut().zip(AdaptedExperts::added(step, adapters));
         let mut gate_up = self.gate_up.view_mut().slice(0, pairs.clone())?;
         let mut activated = self.activated.view_mut().slice(0, pairs.clone())?;
         let mut projected = self.projected.view_mut().slice(0, pairs)?;
         if let Some(experts) = &plans.experts {
-            let pairs = (x, offsets, Some(order.as_view()));
+            let sorted = (x, pairs_of.offsets, Some(pairs_of.order));
             let to = if experts.glu.is_some() { &mut gate_up } else { &mut activated };
-            experts.gate_up.run(stream, &weights.gate_up, pairs, to.reborrow())?;
-            if let Some(glu) = &experts.glu {
-                let gate = gate_up.as_view().slice(1, 0..inner)?;
-                let up = gate_up.as_view().slice(1, inner..2 * inner)?;
-                glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
-            }
-            let pairs = (activated.as_view(), offsets, None);
-            experts.down.run(stream, &weights.down, pairs, projected.reborrow())?;
+            experts.gate_up.run(stream, &weights.gate_up, sorted, to.reborrow())?;
         }
 
         let mut shared_out = self.shared_out.as_mut().map(Tensor::view_mut);
@@ -309,6 +309,26 @@ impl MoeBlock {
         let has_gate = self.config.has_shared_gate() && shared_out.is_some();
         let gate = has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?;
         let shared = shared_out.as_ref().map(|shared| shared.as_view().slice(0, rows)).transpose()?;
+        let (shared, gate) = match (&plans.experts, adapted) {
+            (None, _) => (shared, gate),
+            (Some(ExpertPlans { glu: Some(glu), .. }), Some((block, added))) => {
+                let from = (x, gate_up.as_view(), glu);
+                block.first(stream, added, pairs_of, from, activated.reborrow())?;
+                let by = (weights, &plans.combine, pair_weights.as_view());
+                let from = (pairs_of, activated.as_view());
+                block.last(stream, added, from, by, (shared, gate), projected.reborrow())?
+            }
+            (Some(experts), _) => {
+                if let Some(glu) = &experts.glu {
+                    let gate = gate_up.as_view().slice(1, 0..inner)?;
+                    let up = gate_up.as_view().slice(1, inner..2 * inner)?;
+                    glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
+                }
+                let sorted = (activated.as_view(), pairs_of.offsets, None);
+                experts.down.run(stream, &weights.down, sorted, projected.reborrow())?;
+                (shared, gate)
+            }
+        };
         let args = MoeCombineArgs {
             y: projected.as_view(),
             weights: pair_weights.as_view(),

@@ -6,21 +6,25 @@
 pub struct MoePermuteDims {
     /// Pairs altogether.
     pub pairs: u32,
-    /// Experts, at most [`MAX_EXPERTS`].
+    /// Experts.
     pub experts: u32,
     /// The id of the first.
     pub first_expert: u32,
+    /// Kinds of tokens, each with bins for all experts: bins altogether at most [`MAX_BINS`].
+    pub kinds: u32,
+    /// Pairs of a token, at least 1.
+    pub top_k: u32,
     /// Pairs of a block.
     pub block_pairs: u32,
     /// Warps of a block that have a histogram and a share of the block's pairs, at least 1.
     pub warps: u32,
 }
 
-const _: () = assert!(size_of::<MoePermuteDims>() == 20);
+const _: () = assert!(size_of::<MoePermuteDims>() == 28);
 impl crate::Params for MoePermuteDims {}
 
-/// Most experts.
-pub const MAX_EXPERTS: u32 = 2048;
+/// Most experts of all kinds of tokens.
+pub const MAX_BINS: u32 = 2048;
 /// Threads of every block.
 pub const THREADS: u32 = 1024;
 /// Pairs of a block where there are several.
@@ -36,7 +40,7 @@ pub mod smem {
     pub const HISTOGRAMS: u32 = 256;
 }
 
-/// A bin per expert, and one for the pairs of none.
+/// A bin per expert, of each kind of tokens, and one for the pairs of none.
 pub const fn bins(experts: u32) -> u32 {
     experts + 1
 }
@@ -52,7 +56,7 @@ pub const fn smem_bytes(experts: u32) -> u32 {
     smem::HISTOGRAMS + warps(experts) * bins(experts) * 4
 }
 
-const _: () = assert!(warps(MAX_EXPERTS) >= 1 && smem_bytes(MAX_EXPERTS) <= 48 << 10);
+const _: () = assert!(warps(MAX_BINS) >= 1 && smem_bytes(MAX_BINS) <= 48 << 10);
 
 /// What a kernel does of the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,6 +18,8 @@
 //!    for each bit of the id, and take places in the order of lanes
 //! ```
 //!
+//! Where tokens are of kinds, each kind has bins of its own: they are what the text calls experts.
+//!
 //! Counts are integers and places follow from them, so nothing depends on timing. Bound by latency for few pairs, and
 //! by the scattered stores for many.
 
@@ -27,16 +29,43 @@ use cuda_std::{global, kernel, shared, thread};
 
 use crate::tile::scan::block_scan_u64;
 
-/// The bin of an id; of one below the first expert's that of no expert, as the difference wraps.
+/// What says which bin a pair has.
+#[derive(Clone, Copy)]
+struct Keys {
+    ids: *const u32,
+    /// The kind of each token; null where all are of one.
+    kinds: *const u32,
+}
+
+impl Keys {
+    /// The bin of a pair; of an id below the first expert's that of no expert, as the difference wraps.
+    ///
+    /// # Safety
+    /// - The pair *in-bounds*.
+    #[inline(always)]
+    unsafe fn bin(self, pair: u32, dims: &MoePermuteDims) -> u32 {
+        // SAFETY: the caller's promise; top_k is at least 1, as `max` tells the compiler.
+        unsafe {
+            let expert = global::load(self.ids.add(pair as usize)).wrapping_sub(dims.first_expert);
+            if self.kinds.is_null() {
+                return expert.min(dims.experts);
+            }
+            let kind = global::load(self.kinds.add((pair / dims.top_k.max(1)) as usize));
+            if expert < dims.experts && kind < dims.kinds { kind * dims.experts + expert } else { none(dims) }
+        }
+    }
+}
+
+/// The bin of the pairs of no expert, the last one.
 #[inline(always)]
-fn bin(id: u32, dims: &MoePermuteDims) -> u32 {
-    id.wrapping_sub(dims.first_expert).min(dims.experts)
+fn none(dims: &MoePermuteDims) -> u32 {
+    dims.kinds * dims.experts
 }
 
 /// Shared address of a warp's count of a bin.
 #[inline(always)]
 fn count_at(warp: u32, bin: u32, dims: &MoePermuteDims) -> u32 {
-    shared::base() + smem::HISTOGRAMS + 4 * (warp * bins(dims.experts) + bin)
+    shared::base() + smem::HISTOGRAMS + 4 * (warp * bins(none(dims)) + bin)
 }
 
 /// The pairs of this thread's warp, which are a multiple of 32 but for the last: from, to.
@@ -53,13 +82,13 @@ fn pairs_of_warp(dims: &MoePermuteDims) -> (u32, u32) {
 /// Every warp's count of each bin. One barrier before and one after.
 ///
 /// # Safety
-/// - *converged*: all threads of the block; `ids` *in-bounds* for `dims` — checked in `MoePermute::run`.
+/// - *converged*: all threads of the block; `keys` *in-bounds* for `dims` — checked in `MoePermute::run`.
 #[inline(always)]
-unsafe fn count(ids: *const u32, dims: &MoePermuteDims) {
+unsafe fn count(keys: Keys, dims: &MoePermuteDims) {
     let mut word = thread::thread_idx_x();
     // SAFETY: words of the histograms; between the barriers they are touched by atomics only.
     unsafe {
-        while word < dims.warps * bins(dims.experts) {
+        while word < dims.warps * bins(none(dims)) {
             shared::store_u32(count_at(0, word, dims), 0);
             word += THREADS;
         }
@@ -68,7 +97,7 @@ unsafe fn count(ids: *const u32, dims: &MoePermuteDims) {
             let (from, to) = pairs_of_warp(dims);
             let mut pair = from + thread::lane();
             while pair < to {
-                let bin = bin(global::load(ids.add(pair as usize)), dims);
+                let bin = keys.bin(pair, dims);
                 shared::add_u32(count_at(thread::warp_idx(), bin, dims), 1);
                 pair += 32;
             }
@@ -83,7 +112,7 @@ unsafe fn count(ids: *const u32, dims: &MoePermuteDims) {
 /// - *converged*: all threads of the block; the scan's scratch is used for nothing else.
 #[inline(always)]
 unsafe fn scan_bins(dims: &MoePermuteDims, total: impl Fn(u32) -> u32, place: impl Fn(u32, u32)) {
-    let bins = bins(dims.experts);
+    let bins = bins(none(dims));
     let (mut start, mut before) = (thread::opaque(0), 0);
     while start < bins {
         let bin = start + thread::thread_idx_x();
@@ -138,12 +167,12 @@ unsafe fn give_places(bin: u32, mut place: u32, dims: &MoePermuteDims) {
 /// - *converged*: all threads of the block, after a barrier that follows [`give_places`] for every bin.
 /// - Tensors *in-bounds* for `dims` — checked in `MoePermute::run`.
 #[inline(always)]
-unsafe fn scatter(ids: *const u32, order: *mut u32, positions: *mut u32, dims: &MoePermuteDims) {
+unsafe fn scatter(keys: Keys, order: *mut u32, positions: *mut u32, dims: &MoePermuteDims) {
     let (warp, lane) = (thread::warp_idx(), thread::lane());
     if warp >= dims.warps {
         return;
     }
-    let bins = bins(dims.experts);
+    let bins = bins(none(dims));
     let (mut first, to) = pairs_of_warp(dims);
     // SAFETY: `first` and `to` are the same for all lanes, so they stay together. The places of a bin run from its
     // start up to its count over all warps and blocks, below `pairs`, and each is taken once. A warp's places are its
@@ -152,7 +181,7 @@ unsafe fn scatter(ids: *const u32, order: *mut u32, positions: *mut u32, dims: &
         while first < to {
             let pair = first + lane;
             // Lanes past the end have a bin that no pair has.
-            let bin = if pair < to { bin(global::load(ids.add(pair as usize)), dims) } else { bins };
+            let bin = if pair < to { keys.bin(pair, dims) } else { bins };
             let mut same = FULL_MASK;
             let mut bit = 0;
             while bins >> bit != 0 {
@@ -170,7 +199,7 @@ unsafe fn scatter(ids: *const u32, order: *mut u32, positions: *mut u32, dims: &
                 }
                 global::store(
                     positions.add(pair as usize),
-                    if bin < dims.experts { place } else { NO_POSITION },
+                    if bin < none(dims) { place } else { NO_POSITION },
                 );
             }
             sync_warp(FULL_MASK);
@@ -188,16 +217,10 @@ unsafe fn scatter(ids: *const u32, order: *mut u32, positions: *mut u32, dims: &
 /// # Safety
 /// - One block of [`THREADS`]; tensors *in-bounds* for `dims` — checked in `MoePermute::run`.
 #[inline(always)]
-unsafe fn block(
-    ids: *const u32,
-    offsets: *mut u32,
-    order: *mut u32,
-    positions: *mut u32,
-    dims: &MoePermuteDims,
-) {
+unsafe fn block(keys: Keys, offsets: *mut u32, order: *mut u32, positions: *mut u32, dims: &MoePermuteDims) {
     // SAFETY: each bin is one thread's, and read by others only after the barrier.
     unsafe {
-        count(ids, dims);
+        count(keys, dims);
         scan_bins(
             dims,
             |bin| sum_of_warps(bin, dims),
@@ -207,7 +230,7 @@ unsafe fn block(
             },
         );
         thread::sync_threads();
-        scatter(ids, order, positions, dims);
+        scatter(keys, order, positions, dims);
     }
 }
 
@@ -216,11 +239,11 @@ unsafe fn block(
 /// # Safety
 /// - A block of [`THREADS`] per chunk; `counts` holds a word per chunk and bin — MoePermute::run.
 #[inline(always)]
-unsafe fn count_chunk(ids: *const u32, counts: *mut u32, dims: &MoePermuteDims) {
-    let bins = bins(dims.experts);
+unsafe fn count_chunk(keys: Keys, counts: *mut u32, dims: &MoePermuteDims) {
+    let bins = bins(none(dims));
     // SAFETY: bins of this chunk, one thread each.
     unsafe {
-        count(ids, dims);
+        count(keys, dims);
         let mut bin = thread::thread_idx_x();
         while bin < bins {
             let to = thread::block_idx_x() as usize * bins as usize + bin as usize;
@@ -236,7 +259,7 @@ unsafe fn count_chunk(ids: *const u32, counts: *mut u32, dims: &MoePermuteDims) 
 /// - One block of [`THREADS`], after [`count_chunk`] of every chunk.
 #[inline(always)]
 unsafe fn scan_chunks(counts: *mut u32, offsets: *mut u32, dims: &MoePermuteDims) {
-    let bins = bins(dims.experts) as usize;
+    let bins = bins(none(dims)) as usize;
     // At least 1 — MoePermute::run.
     let chunks = dims.pairs.div_ceil(dims.block_pairs.max(1));
     let at = |chunk: u32, bin: u32| counts.wrapping_add(chunk as usize * bins + bin as usize);
@@ -272,16 +295,16 @@ unsafe fn scan_chunks(counts: *mut u32, offsets: *mut u32, dims: &MoePermuteDims
 /// - A block of [`THREADS`] per chunk, after [`scan_chunks`]; tensors *in-bounds* for `dims` — MoePermute::run.
 #[inline(always)]
 unsafe fn scatter_chunk(
-    ids: *const u32,
+    keys: Keys,
     counts: *const u32,
     order: *mut u32,
     positions: *mut u32,
     dims: &MoePermuteDims,
 ) {
-    let bins = bins(dims.experts);
+    let bins = bins(none(dims));
     // SAFETY: bins of this chunk, one thread each, read by others only after the barrier.
     unsafe {
-        count(ids, dims);
+        count(keys, dims);
         let mut bin = thread::thread_idx_x();
         while bin < bins {
             let from = thread::block_idx_x() as usize * bins as usize + bin as usize;
@@ -289,22 +312,22 @@ unsafe fn scatter_chunk(
             bin += THREADS;
         }
         thread::sync_threads();
-        scatter(ids, order, positions, dims);
+        scatter(keys, order, positions, dims);
     }
 }
 
 macro_rules! body {
-    (Block, $ids:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
-        block($ids, $offsets, $order, $positions, $dims)
+    (Block, $keys:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
+        block($keys, $offsets, $order, $positions, $dims)
     };
-    (Count, $ids:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
-        count_chunk($ids, $counts, $dims)
+    (Count, $keys:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
+        count_chunk($keys, $counts, $dims)
     };
-    (Scan, $ids:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
+    (Scan, $keys:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
         scan_chunks($counts, $offsets, $dims)
     };
-    (Scatter, $ids:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
-        scatter_chunk($ids, $counts, $order, $positions, $dims)
+    (Scatter, $keys:ident, $counts:ident, $offsets:ident, $order:ident, $positions:ident, $dims:expr) => {
+        scatter_chunk($keys, $counts, $order, $positions, $dims)
     };
 }
 
@@ -318,14 +341,16 @@ macro_rules! entries {
         #[allow(non_snake_case, unused_variables)]
         pub unsafe fn $entry(
             ids: *const u32,
+            kinds: *const u32,
             counts: *mut u32,
             offsets: *mut u32,
             order: *mut u32,
             positions: *mut u32,
             dims: MoePermuteDims,
         ) {
+            let keys = Keys { ids, kinds };
             // SAFETY: the same contract.
-            unsafe { body!($stage, ids, counts, offsets, order, positions, &dims) }
+            unsafe { body!($stage, keys, counts, offsets, order, positions, &dims) }
         }
     )*};
 }

@@ -5,26 +5,33 @@ use abi::ops::moe_permute::NO_POSITION;
 use super::{MoePermuteArgs, MoePermuteProblem};
 
 pub(in crate::ops) fn run(problem: &MoePermuteProblem, args: &mut MoePermuteArgs<'_>) {
-    let &MoePermuteProblem { experts, first_expert, .. } = problem;
+    let &MoePermuteProblem { experts, first_expert, top_k, .. } = problem;
     let ids = args.ids.host_slice::<u32>();
+    let kinds = args.kinds.as_ref().map(|kinds| kinds.host_slice::<u32>());
+    let groups = problem.groups();
     let offsets = args.offsets.host_slice_mut::<u32>();
     let (order, positions) = (args.order.host_slice_mut::<u32>(), args.positions.host_slice_mut::<u32>());
-    let bin = |id: u32| (id as usize).checked_sub(first_expert).map_or(experts, |expert| expert.min(experts));
+    let bin = |pair: usize| {
+        let expert = (ids[pair] as usize).checked_sub(first_expert).filter(|&expert| expert < experts);
+        let kind = kinds.map_or(0, |kinds| kinds[pair / top_k] as usize);
+        expert.map_or(groups, |expert| kind.saturating_mul(experts).saturating_add(expert).min(groups))
+    };
     offsets.fill(0);
-    for &id in ids.iter().filter(|&&id| bin(id) < experts) {
-        offsets[bin(id) + 1] += 1;
+    for bin in (0..ids.len()).map(bin).filter(|&bin| bin < groups) {
+        offsets[bin + 1] += 1;
     }
-    for expert in 0..experts {
-        offsets[expert + 1] += offsets[expert];
+    for group in 0..groups {
+        offsets[group + 1] += offsets[group];
     }
     // From here on where the next pair of each goes; undone below.
-    for (pair, &id) in ids.iter().enumerate() {
-        let place = offsets[bin(id)];
-        offsets[bin(id)] += 1;
+    for pair in 0..ids.len() {
+        let bin = bin(pair);
+        let place = offsets[bin];
+        offsets[bin] += 1;
         order[place as usize] = pair as u32;
-        positions[pair] = if bin(id) < experts { place } else { NO_POSITION };
+        positions[pair] = if bin < groups { place } else { NO_POSITION };
     }
     // Each has moved to the start of the next.
-    offsets.copy_within(0..experts, 1);
+    offsets.copy_within(0..groups, 1);
     offsets[0] = 0;
 }

@@ -7,7 +7,7 @@ mod select;
 
 use abi::DType;
 use abi::ops::moe_permute::{
-    CHUNK_PAIRS, MAX_EXPERTS, MoePermuteDims, MoePermuteStage, THREADS, bins, smem_bytes, warps,
+    CHUNK_PAIRS, MAX_BINS, MoePermuteDims, MoePermuteStage, THREADS, bins, smem_bytes, warps,
 };
 
 use crate::device::{Device, DeviceLimits};
@@ -36,12 +36,19 @@ pub struct MoePermuteProblem {
     pub experts: usize,
     /// The id of the first: 0 where all experts are here.
     pub first_expert: usize,
+    /// Kinds of tokens, whose pairs are sorted apart; none: all tokens are alike.
+    pub kinds: Option<usize>,
 }
 
 impl MoePermuteProblem {
-    /// Of experts whose ids begin with 0.
+    /// Of experts whose ids begin with 0, and tokens that are alike.
     pub fn new(tokens: usize, top_k: usize, experts: usize) -> Self {
-        MoePermuteProblem { tokens, top_k, experts, first_expert: 0 }
+        MoePermuteProblem { tokens, top_k, experts, first_expert: 0, kinds: None }
+    }
+
+    /// Experts of all kinds of tokens.
+    fn groups(&self) -> usize {
+        self.kinds.unwrap_or(1).saturating_mul(self.experts)
     }
 }
 
@@ -50,23 +57,26 @@ impl MoePermuteProblem {
 pub struct MoePermuteArgs<'a> {
     /// `[tokens, top_k]`: the expert of each pair. A pair whose id is no expert's belongs to none.
     pub ids: TensorView<'a>,
-    /// `[experts + 1]`: where each expert's pairs begin in the order; the last, where those of none do.
+    /// `[tokens]`: the kind of each token, as planned. The pairs of a token whose kind is none belong to no expert.
+    pub kinds: Option<TensorView<'a>>,
+    /// `[experts + 1]`: where each expert's pairs begin in the order; the last, where those of none do. Of kinds
+    /// `[kinds · experts + 1]`: `kind · experts + expert`.
     pub offsets: TensorViewMut<'a>,
-    /// `[tokens · top_k]`: the pairs, `token · top_k + j`, sorted by expert, then as they were.
+    /// `[tokens · top_k]`: the pairs, `token · top_k + j`, sorted by kind, by expert, then as they were.
     pub order: TensorViewMut<'a>,
     /// `[tokens, top_k]`: where each pair is in the order; [`NO_POSITION`] for a pair of no expert.
     pub positions: TensorViewMut<'a>,
 }
 
 impl<'a> MoePermuteArgs<'a> {
-    /// With what it must have, which is all there is so far.
+    /// With what it must have, of tokens that are alike.
     pub fn new(
         ids: TensorView<'a>,
         offsets: TensorViewMut<'a>,
         order: TensorViewMut<'a>,
         positions: TensorViewMut<'a>,
     ) -> Self {
-        MoePermuteArgs { ids, offsets, order, positions }
+        MoePermuteArgs { ids, kinds: None, offsets, order, positions }
     }
 }
 
@@ -76,6 +86,9 @@ impl<'a> MoePermuteArgs<'a> {
 /// - `offsets[e]` is the number of pairs of experts below e, so the pairs of e are `order[offsets[e]..offsets[e + 1]]`;
 /// - `order` is a permutation of the pairs, ascending within each expert; pairs of no expert are at its end;
 /// - `positions` is its inverse: `order[positions[p]] = p`.
+///
+/// Where tokens are of `kinds`, as sequences with adapters of their own are, each kind has experts of its own: the text
+/// has `kinds[token] · experts + ids[p] - first_expert` for the expert then.
 ///
 /// Nothing comes back to the host: the counts stay in device memory, for [`super::grouped_matmul`].
 ///
@@ -87,7 +100,12 @@ impl<'a> MoePermuteArgs<'a> {
 #[derive(Debug)]
 pub struct MoePermute(Plan<Self>);
 
-planned!(MoePermute, MoePermuteProblem, MoePermuteArgs { ids, offsets, order, positions }, MoePermutePath);
+planned!(
+    MoePermute,
+    MoePermuteProblem,
+    MoePermuteArgs { ids, kinds, offsets, order, positions },
+    MoePermutePath
+);
 
 #[derive(Debug)]
 pub(crate) struct Kernels {
@@ -125,10 +143,15 @@ impl Operator for MoePermute {
     type Kernels = Kernels;
 
     fn check_problem(problem: &MoePermuteProblem) -> Result<(), Error> {
-        let MoePermuteProblem { tokens, top_k, experts, first_expert } = *problem;
-        if experts == 0 || experts > MAX_EXPERTS as usize {
-            let expected = format!("1 to {MAX_EXPERTS} experts");
-            return Err(Error::invalid(OP, "problem", expected, experts.to_string()));
+        let MoePermuteProblem { tokens, top_k, experts, first_expert, kinds } = *problem;
+        if !(1..=MAX_BINS as usize).contains(&problem.groups()) {
+            let (expected, got) = match kinds {
+                None => (format!("1 to {MAX_BINS} experts"), experts.to_string()),
+                Some(kinds) => {
+                    (format!("1 to {MAX_BINS} experts of all kinds"), format!("{kinds} kinds of {experts}"))
+                }
+            };
+            return Err(Error::invalid(OP, "problem", expected, got));
         }
         if top_k == 0 {
             return Err(Error::invalid(OP, "problem", "a top_k of at least 1", "0"));
@@ -150,11 +173,11 @@ impl Operator for MoePermute {
         problem: &MoePermuteProblem,
         choice: &Choice<MoePermutePath>,
     ) -> Result<Kernels, Error> {
-        let smem = smem_bytes(problem.experts as u32);
+        let smem = smem_bytes(problem.groups() as u32);
         let load = |stage| device.entry(OP, select::variant(stage)?.entry, smem);
         let chunks = || {
             let chunks = (problem.tokens * problem.top_k).div_ceil(CHUNK_PAIRS as usize);
-            let shape = [chunks, bins(problem.experts as u32) as usize];
+            let shape = [chunks, bins(problem.groups() as u32) as usize];
             let counts = Workspace::new(device, |stream| Ok([Tensor::empty(stream, &shape, DType::U32)?]))?;
             let [count, scan, scatter] = [
                 load(MoePermuteStage::Count)?,
@@ -177,17 +200,30 @@ impl Operator for MoePermute {
         problem: &MoePermuteProblem,
         args: &MoePermuteArgs<'_>,
     ) -> Result<MoePermuteDims, Error> {
-        let MoePermuteArgs { ids, offsets, order, positions } = args;
-        let MoePermuteProblem { tokens: most, top_k, experts, first_expert } = *problem;
+        let MoePermuteArgs { ids, kinds, offsets, order, positions } = args;
+        let MoePermuteProblem { tokens: most, top_k, experts, first_expert, .. } = *problem;
         at.contiguous("ids", *ids, DType::U32, &[None, Some(top_k)])?;
         let tokens = ids.shape()[0];
         at.planned("ids", "tokens", tokens, most)?;
-        at.contiguous("offsets", offsets.as_view(), DType::U32, &[Some(experts + 1)])?;
+        match (kinds, problem.kinds) {
+            (Some(kinds), Some(_)) => at.contiguous("kinds", *kinds, DType::U32, &[Some(tokens)])?,
+            (None, None) => {}
+            (Some(_), None) => return at.refuse("kinds", "none, as planned", "some"),
+            (None, Some(_)) => return at.refuse("kinds", "those of the tokens, as planned", "none"),
+        }
+        at.contiguous("offsets", offsets.as_view(), DType::U32, &[Some(problem.groups() + 1)])?;
         at.contiguous("order", order.as_view(), DType::U32, &[Some(tokens * top_k)])?;
         at.contiguous("positions", positions.as_view(), DType::U32, &[tokens, top_k].map(Some))?;
-        let (pairs, experts) = ((tokens * top_k) as u32, experts as u32);
-        let first_expert = first_expert as u32;
-        Ok(MoePermuteDims { pairs, experts, first_expert, block_pairs: pairs, warps: warps(experts) })
+        let pairs = (tokens * top_k) as u32;
+        Ok(MoePermuteDims {
+            pairs,
+            experts: experts as u32,
+            first_expert: first_expert as u32,
+            kinds: problem.kinds.unwrap_or(1) as u32,
+            top_k: top_k as u32,
+            block_pairs: pairs,
+            warps: warps(problem.groups() as u32),
+        })
     }
 
     fn cpu(problem: &MoePermuteProblem, _: &MoePermuteDims, args: &mut MoePermuteArgs<'_>) {
@@ -195,9 +231,11 @@ impl Operator for MoePermute {
     }
 
     fn launch(run: &Run<'_, Self>, mut dims: MoePermuteDims, args: &MoePermuteArgs<'_>) -> Result<(), Error> {
-        let MoePermuteArgs { ids, offsets, order, positions } = args;
+        let MoePermuteArgs { ids, kinds, offsets, order, positions } = args;
         let launch = |entry: &Entry, grid: u32, counts: Param<'_>, dims: &MoePermuteDims| {
-            let params = [(*ids).into(), counts, offsets.into(), order.into(), positions.into(), dims.into()];
+            let kinds = kinds.map_or(Param::Address(0), Param::from);
+            let params =
+                [(*ids).into(), kinds, counts, offsets.into(), order.into(), positions.into(), dims.into()];
             // SAFETY: `check` found the tensors contiguous and of the sizes of `dims`; the grid has a block for every
             // chunk, and shared memory for the histograms; the counts are a word for each planned chunk and bin.
             unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
@@ -219,10 +257,13 @@ impl Operator for MoePermute {
     }
 
     fn work(problem: &MoePermuteProblem) -> Work {
-        let MoePermuteProblem { tokens, top_k, experts, .. } = *problem;
-        let [tokens, top_k, experts] = [tokens, top_k, experts].map(count);
+        let MoePermuteProblem { tokens, top_k, kinds, .. } = *problem;
+        let [tokens, top_k, experts] = [tokens, top_k, problem.groups()].map(count);
         Work {
-            problem: format!("[{tokens}, {top_k}] of {experts}"),
+            problem: match kinds {
+                None => format!("[{tokens}, {top_k}] of {experts}"),
+                Some(kinds) => format!("[{tokens}, {top_k}] of {experts} of {kinds} kinds"),
+            },
             bytes: count(12) * tokens * top_k + count(4) * (experts + count(1)),
             flops: count(0),
         }

@@ -27,7 +27,7 @@ pub(super) fn run(problem: &MoeRouterProblem, dims: &MoeRouterDims, args: &mut M
     if let (Some(own), Some(SortedPairs { offsets, order, positions })) = (problem.sort, &mut args.sorted) {
         let OwnExperts { first_expert, experts } = own;
         let MoeRouterProblem { tokens, top_k, .. } = *problem;
-        let problem = MoePermuteProblem { tokens, top_k, experts, first_expert };
+        let problem = MoePermuteProblem { first_expert, ..MoePermuteProblem::new(tokens, top_k, experts) };
         let (offsets, order, positions) = (offsets.reborrow(), order.reborrow(), positions.reborrow());
         moe_permute::cpu::run(
             &problem,

@@ -32,7 +32,8 @@ pub struct Quantizer {
     scheme: Scheme,
     /// Whether rows come in pairs.
     in_turn: bool,
-    global: f32,
+    /// Of each expert.
+    globals: Vec<f32>,
     largest: Tensor,
     /// Rows that are there, those that an expert's last tile lacks among them.
     done: usize,
@@ -52,7 +53,7 @@ impl Quantizer {
         [n, k]: [usize; 2],
         global: f32,
     ) -> Result<Self, Error> {
-        Self::of_layout(stream, (scheme, false), experts, [n, k], global)
+        Self::of_layout(stream, (scheme, false), [n, k], vec![global; experts])
     }
 
     /// The same for pairs of matrices whose rows come in turn, as a gate's and up's do ([`Quantizer::push_pair`]), so
@@ -66,21 +67,20 @@ impl Quantizer {
         [n, k]: [usize; 2],
         global: f32,
     ) -> Result<Self, Error> {
-        Self::of_layout(stream, (scheme, true), experts, [n, k], global)
+        Self::of_layout(stream, (scheme, true), [n, k], vec![global; experts])
     }
 
     fn of_layout(
         stream: &Stream,
         (scheme, in_turn): (Scheme, bool),
-        experts: usize,
-        [n, k]: [usize; 2],
-        global: f32,
+        size: [usize; 2],
+        globals: Vec<f32>,
     ) -> Result<Self, Error> {
         scheme.check(OP)?;
         let layout = if in_turn { GateUp::layout_of(scheme.layout()) } else { scheme.layout() };
-        let weight = Unmade::new(stream, layout, experts, [n, k], global)?;
+        let weight = Unmade::new(stream, layout, size, globals.clone())?;
         let largest = Tensor::zeros(stream, &[1], DType::F32)?;
-        Ok(Quantizer { weight, scheme, in_turn, global, largest, done: 0, plan: None })
+        Ok(Quantizer { weight, scheme, in_turn, globals, largest, done: 0, plan: None })
     }
 
     /// Quantises the next rows, in the order of the stream: of one expert, and if they are not its last ones, as many
@@ -131,7 +131,7 @@ impl Quantizer {
         }
         let problem = QuantizeWeightProblem {
             in_turn,
-            global: self.global,
+            global: self.globals[expert],
             ..QuantizeWeightProblem::new(of_each, k, rows.dtype(), self.scheme)
         };
         let plan = match self.plan.take() {
@@ -162,7 +162,8 @@ impl Quantizer {
 
     /// The weight, when all of it is there: waits for the stream, so that products of any stream may take it.
     ///
-    /// **Errors**: [`Error::Invalid`] if rows are missing, or values were not finite; [`Error::Driver`].
+    /// **Errors**: [`Error::Invalid`] if rows are missing, values were not finite, or scales of their type are too
+    /// small for some; [`Error::Driver`].
     pub fn finish(self, stream: &Stream) -> Result<Weight, Error> {
         let (_, experts, [n, k]) = self.weight.what();
         let all = experts * n.next_multiple_of(TILE_ROWS as usize);
@@ -170,7 +171,9 @@ impl Quantizer {
             let got = format!("{} of {all}, in whole tiles", self.done);
             return Err(Error::invalid(OP, "rows", "all of them", got));
         }
-        self.largest(stream)?;
+        let largest = self.largest(stream)?;
+        let global = self.globals.iter().copied().fold(0.0, f32::max);
+        self.scheme.check_largest((OP, "rows"), largest, global)?;
         self.weight.finish(stream)
     }
 
@@ -188,10 +191,11 @@ impl Quantizer {
 
 impl Weight {
     /// Quantises a matrix `[n, k]`, or one for each expert, `[experts, n, k]`, by a scheme: the same bits as
-    /// [`Weight::pack`] of [`Quantised`](crate::weight::Quantised), where the matrix is. Waits until it is there.
+    /// [`Weight::pack`], or [`Weight::pack_experts`], of [`Quantised`](crate::weight::Quantised), where the matrix is.
+    /// Waits until it is there.
     ///
-    /// **Errors**: [`Error::Invalid`] for a scheme that kernels cannot take, a shape that is none of these, or values
-    /// that are not finite; [`Error::OutOfMemory`]; [`Error::Driver`].
+    /// **Errors**: [`Error::Invalid`] for a scheme that kernels cannot take, a shape that is none of these, values that
+    /// are not finite, or such for which a scale of its type is too small; [`Error::OutOfMemory`]; [`Error::Driver`].
     pub fn quantize(stream: &Stream, matrix: TensorView<'_>, scheme: Scheme) -> Result<Weight, Error> {
         let (experts, size) = match *matrix.shape() {
             [n, k] => (1, [n, k]),
@@ -201,24 +205,23 @@ impl Weight {
                 return Err(Error::invalid(OP, "matrix", "[n, k] or [experts, n, k]", got));
             }
         };
-        let by = |global: f32| {
-            let mut quantizer = Quantizer::new(stream, scheme, experts, size, global)?;
-            for expert in 0..experts {
-                let matrix = match matrix.shape() {
-                    [_, _] => matrix,
-                    _ => matrix.slice(0, expert..expert + 1)?.reshape(&size)?,
-                };
-                quantizer.push(stream, matrix)?;
-            }
-            Ok::<_, Error>(quantizer)
+        let of_expert = |expert: usize| match matrix.shape() {
+            [_, _] => Ok(matrix),
+            _ => matrix.slice(0, expert..expert + 1)?.reshape(&size),
         };
-        let quantizer = by(1.0)?;
-        if scheme.scale != ScaleType::E4m3 {
-            return quantizer.finish(stream);
+        let mut globals = vec![1.0; experts];
+        if scheme.scale == ScaleType::E4m3 {
+            // Once for the largest magnitude of each alone.
+            for (expert, global) in globals.iter_mut().enumerate() {
+                let mut quantizer = Quantizer::new(stream, scheme, 1, size, 1.0)?;
+                quantizer.push(stream, of_expert(expert)?)?;
+                *global = scheme.global_of(quantizer.largest(stream)?);
+            }
         }
-        // The first time was for the largest magnitude alone.
-        let global = scheme.global_of(quantizer.largest(stream)?);
-        drop(quantizer);
-        by(global)?.finish(stream)
+        let mut quantizer = Quantizer::of_layout(stream, (scheme, false), size, globals)?;
+        for expert in 0..experts {
+            quantizer.push(stream, of_expert(expert)?)?;
+        }
+        quantizer.finish(stream)
     }
 }
