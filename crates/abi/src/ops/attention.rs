@@ -102,9 +102,6 @@ pub struct AttentionDims {
     /// Of the kernels of many queries whose blocks share keys: log2 of the parts that a tile's steps are cut into, each
     /// with a result of its own behind the others' of all sequences; else 0.
     pub key_parts_log2: u32,
-    /// Of a `DecodeRing` kernel, each of whose blocks has one split at most: 1 if the last of them to be done of a tile of
-    /// rows merges the results, and no other kernel does; else 0.
-    pub merges: u32,
 }
 
 /// What changes scores besides the scale and the mask by places.
@@ -144,5 +141,5 @@ pub const ADDED: u32 = 1;
 /// [`ScoreDims::bias`]: bytes, 0 where the query does not see the key.
 pub const SEEN: u32 = 2;
 
-const _: () = assert!(size_of::<AttentionDims>() == 208);
+const _: () = assert!(size_of::<AttentionDims>() == 204);
 impl crate::Params for AttentionDims {}

@@ -5,8 +5,7 @@
 //! the decode kernel has done that. Every fourth group is of one part of the sum. Of few rows a lane does one part of
 //! four columns: a warp has [`MERGE_COLUMNS`] of them then, and a row is spread over many multiprocessors. Of many rows
 //! a lane does all four parts, so that a warp has four times as many columns, and fewer warps work out the same
-//! numbers. All of these do the same additions, whose order depends on the row alone. So does a warp of `decode_ring`
-//! that merges a row itself.
+//! numbers. All of these do the same additions, whose order depends on the row alone.
 //!
 //! The results lie in L2, just written. What takes time is one access waiting for another, and instructions, hardly one
 //! of which is used twice. So each lane knows the numbers of one group of 32, works out once what its results are
@@ -63,18 +62,6 @@ fn halves(word: u64) -> [f32; 2] {
     [f32::from_bits(word as u32), f32::from_bits((word >> 32) as u32)]
 }
 
-/// A piece of a row, of columns as many as a warp does.
-#[derive(Clone, Copy)]
-pub(super) struct Place {
-    pub(super) batch: u32,
-    pub(super) query: u32,
-    pub(super) head: u32,
-    pub(super) piece: u32,
-}
-
-const ALL: usize = MERGE_PARTS as usize;
-const SPLITS: usize = GROUP_SPLITS as usize;
-
 /// The whole block. See the module.
 ///
 /// # Safety
@@ -91,55 +78,27 @@ pub(super) unsafe fn row<T: Element>(
     sinks: *const f32,
     dims: &AttentionDims,
 ) {
-    let (row, head, piece) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
-    // Of a single query without a division.
-    let (batch, query) = if dims.seq_q <= 1 { (row, 0) } else { (row / dims.seq_q, row % dims.seq_q) };
-    let at = Place { batch, query, head, piece };
     // SAFETY: the caller's promise.
     unsafe {
+        const ALL: usize = MERGE_PARTS as usize;
+        const SPLITS: usize = GROUP_SPLITS as usize;
         match (dims.merge_parts == MERGE_PARTS, dims.result_shift == 0) {
-            (true, true) => parts::<T, ALL, SPLITS, 4>(at, partial, stats, tables, out, lse, sinks, dims),
-            (true, false) => parts::<T, ALL, 1, 4>(at, partial, stats, tables, out, lse, sinks, dims),
-            (false, true) => parts::<T, 1, SPLITS, 4>(at, partial, stats, tables, out, lse, sinks, dims),
-            (false, false) => parts::<T, 1, 1, 2>(at, partial, stats, tables, out, lse, sinks, dims),
+            (true, true) => parts::<T, ALL, SPLITS, 4>(partial, stats, tables, out, lse, sinks, dims),
+            (true, false) => parts::<T, ALL, 1, 4>(partial, stats, tables, out, lse, sinks, dims),
+            (false, true) => parts::<T, 1, SPLITS, 4>(partial, stats, tables, out, lse, sinks, dims),
+            (false, false) => parts::<T, 1, 1, 2>(partial, stats, tables, out, lse, sinks, dims),
         }
     }
-}
-
-/// Columns of a piece that [`by_warp`] does.
-pub(super) const WARP_COLUMNS: u32 = MERGE_COLUMNS * MERGE_PARTS;
-
-/// A piece of a row by a warp of the decode kernel, of results that are a split each.
-///
-/// # Safety
-/// - *converged*: the whole warp; a sequence, a head and a piece of [`WARP_COLUMNS`] that there are; the results of all
-///   splits in which the row sees a key are *initialised* and visible to the warp; the rest as for [`row`].
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-pub(super) unsafe fn by_warp<T: Element>(
-    at: Place,
-    partial: *const f32,
-    stats: *const f32,
-    tables: Tables,
-    out: *mut T,
-    lse: *mut f32,
-    sinks: *const f32,
-    dims: &AttentionDims,
-) {
-    // Half as many results on their way: the decode kernels have no registers for more.
-    // SAFETY: the caller's promise.
-    unsafe { parts::<T, ALL, SPLITS, 2>(at, partial, stats, tables, out, lse, sinks, dims) }
 }
 
 /// The same with so many parts of the sum to a lane, results to a group, and times [`BATCH`] results of a lane on their
 /// way.
 ///
 /// # Safety
-/// - As for [`row`], or [`by_warp`].
+/// - As for [`row`].
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize, const AHEAD: usize>(
-    Place { batch, query, head, piece }: Place,
     partial: *const f32,
     stats: *const f32,
     tables: Tables,
@@ -153,11 +112,14 @@ unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize, const AHEA
     let step = MERGE_PARTS / PARTS as u32;
     let batch_step = (BATCH / RESULTS) as u32 * step;
     let dim = dims.head_dim_v;
+    let (row, head, piece) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
+    // Of a single query without a division.
+    let (batch, query) = if dims.seq_q <= 1 { (row, 0) } else { (row / dims.seq_q, row % dims.seq_q) };
     let lane = thread::lane();
     let part = lane / quads;
     let col = 4 * (piece * quads + lane % quads);
     // SAFETY: splits in which the row sees a key were written by the decode kernel, and lie inside the workspace —
-    // Attention::run. What the branches around shuffles depend on is the same in the whole warp.
+    // Attention::run. What the branches around shuffles depend on is the same in the whole block.
     unsafe {
         let sink = sink::<T>(sinks, head);
         let own = Sequence::new(tables, dims, batch);

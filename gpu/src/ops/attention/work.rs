@@ -69,14 +69,6 @@ impl<const TILE: u32> Work<TILE> {
         (self.split * SPLIT_KEYS) as i32
     }
 
-    /// The first split in which some row sees a key, and one past the last; 0 and 0 if no row sees any.
-    #[inline(always)]
-    pub(super) fn splits_seen(&self, dims: &AttentionDims) -> [u32; 2] {
-        let (top, bottom) = (self.sees(self.first_row, dims), self.sees(self.end_row - 1, dims));
-        let (lo, hi) = (top.lo as u32, bottom.hi.min(self.own.len));
-        if top.lo < hi { [lo / SPLIT_KEYS, (hi as u32).div_ceil(SPLIT_KEYS)] } else { [0, 0] }
-    }
-
     /// Query and head of a row.
     #[inline(always)]
     pub(super) fn place(&self, row: u32, dims: &AttentionDims) -> (u32, u32) {
@@ -148,16 +140,6 @@ impl Splits {
         };
         let (place, step) = (digits(thread::block_idx_x()), digits(thread::grid_dim_x()));
         Splits { place, step, shift, is_first: true }
-    }
-
-    /// The block's first one, with or without keys, which is a result by itself.
-    ///
-    /// # Safety
-    /// - As for [`Sequence::new`].
-    #[inline(always)]
-    pub(super) unsafe fn only<const TILE: u32>(tables: Tables, dims: &AttentionDims) -> Work<TILE> {
-        // SAFETY: the caller's promise.
-        unsafe { Work::new(Splits::new(dims, false).place, tables, dims) }
     }
 
     /// The present one, or the next that has keys; without keys if there is none.

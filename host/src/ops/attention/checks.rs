@@ -169,7 +169,6 @@ impl Planned {
             merge_parts: 0,
             grid: 0,
             key_parts_log2: 0,
-            merges: 0,
         }))
     }
 

@@ -14,11 +14,11 @@ use crate::error::Error;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checked(AttentionDims);
 
-/// A launch of a kernel for few queries, and of the merge behind it, if it does not do that itself.
+/// A launch of a kernel for few queries, and of the merge behind it.
 pub(super) struct Decode {
     pub(super) dims: AttentionDims,
     pub(super) grid: u32,
-    pub(super) merge_grid: Option<[u32; 3]>,
+    pub(super) merge_grid: [u32; 3],
 }
 
 impl Deref for Checked {
@@ -30,8 +30,8 @@ impl Deref for Checked {
 }
 
 impl Checked {
-    /// Of what is the same for all kernels: `tiles`, `box_keys`, `result_shift`, `merge_parts`, `merges` and `grid` are
-    /// not looked at.
+    /// Of what is the same for all kernels: `tiles`, `box_keys`, `result_shift`, `merge_parts` and `grid` are not
+    /// looked at.
     pub(super) fn new(dims: AttentionDims) -> Self {
         Checked(dims)
     }
@@ -148,11 +148,6 @@ impl Checked {
         } else {
             (alone, dims.splits, 0)
         };
-        let is_ring = matches!(kernel.variant.tile, AttentionTile::DecodeRing { .. });
-        // Rows without keys have a block where there are splits at all.
-        let merges = is_ring && !joins && dims.splits != 0 && each(items) == 1;
-        let mode: u32 = std::env::var("WF_MERGES").ok().and_then(|v| v.parse().ok()).unwrap_or(1);
-        let merges = merges && mode != 0;
         let merge_rows = blocks(&[dims.batch, dims.seq_q])?;
         let merge_grid =
             |parts: u32| [merge_rows, dims.heads_q, dims.head_dim_v.div_ceil(MERGE_COLUMNS * parts)];
@@ -160,19 +155,11 @@ impl Checked {
         let merge_parts = if is_many { MERGE_PARTS } else { 1 };
         let box_keys = box_keys(page_size, LATENT_KEYS);
         Ok(Decode {
-            dims: AttentionDims {
-                tiles,
-                splits,
-                box_keys,
-                result_shift,
-                merge_parts,
-                merges: if merges { mode } else { 0 },
-                ..dims
-            },
+            dims: AttentionDims { tiles, splits, box_keys, result_shift, merge_parts, ..dims },
             // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for
             // 256 of 264.
             grid: items.div_ceil(each(items)),
-            merge_grid: (!merges).then(|| merge_grid(merge_parts)),
+            merge_grid: merge_grid(merge_parts),
         })
     }
 }

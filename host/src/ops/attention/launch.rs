@@ -59,9 +59,8 @@ pub(super) struct Splits {
     /// From so many pieces of `MERGE_PARTS` times `MERGE_COLUMNS` columns on a warp of the merge does each.
     pub(super) many_pieces: u32,
     /// What the splits leave for the merge, both `[sequence, head, query, result, …]` f32, a result being a split's or
-    /// a group's: unfinished results of `head_dim`; maximum and sum of the weights. Then a counter for each tile of
-    /// rows, of the most that there can be, and 0 between launches: see [`AttentionDims::merges`].
-    pub(super) workspace: Workspace<3>,
+    /// a group's: unfinished results of `head_dim`; maximum and sum of the weights.
+    pub(super) workspace: Workspace<2>,
 }
 
 /// What the kernels whose blocks share keys need besides.
@@ -240,7 +239,7 @@ impl Planned {
         let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
         let Splits { merge, workspace, .. } = splits;
         let Decode { dims, grid, merge_grid } = launch;
-        let [partial, stats, counters] = &workspace.tensors;
+        let [partial, stats] = &workspace.tensors;
         let (partial, stats) = (partial.view(), stats.view());
         // Without keys there are no splits, and nothing is launched.
         let k_map = match kernel.variant.tile {
@@ -276,32 +275,10 @@ impl Planned {
             stats.into(),
             dims.into(),
         ];
-        // Those of the ring have no masks, and may merge themselves.
-        let ring_params = [
-            kv_scales.k.into(),
-            kv_scales.v.into(),
-            (*q).into(),
-            (*k).into(),
-            (*v).into(),
-            args.lens(),
-            args.offsets.q.into(),
-            (*page_table).into(),
-            partial.into(),
-            stats.into(),
-            counters.view().into(),
-            out.into(),
-            lse.as_ref().into(),
-            scores.sinks.into(),
-            dims.into(),
-        ];
-        let params = match kernel.variant.tile {
-            AttentionTile::DecodeRing { .. } => &ring_params[..],
-            _ => &params[..],
-        };
         // Only the kernels for fp8 know scales.
         let params = match &latent_params {
             Some(latent_params) => &latent_params[..],
-            None if kernel.variant.dtype_kv == DType::F8E4M3 => params,
+            None if kernel.variant.dtype_kv == DType::F8E4M3 => &params[..],
             None => &params[2..],
         };
         let merge_params = [
@@ -316,20 +293,12 @@ impl Planned {
         ];
         let _alone = workspace.enter(stream)?;
         // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check`
-        // found the run's not to exceed, and no run of another stream uses it until this one is done; its counters were
-        // made 0, and are 0 again behind each launch. The merge has the same dims.
+        // found the run's not to exceed, and no run of another stream uses it until this one is done. The merge has the
+        // same dims.
         unsafe {
             kernel.entry.launch(stream, [*grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
-            if let Some(merge_grid) = *merge_grid {
-                merge.entry.launch(
-                    stream,
-                    merge_grid,
-                    [merge.variant.tile.threads(), 1, 1],
-                    &merge_params,
-                )?;
-            }
+            merge.entry.launch(stream, *merge_grid, [merge.variant.tile.threads(), 1, 1], &merge_params)
         }
-        Ok(())
     }
 }
 

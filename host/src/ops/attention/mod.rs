@@ -560,9 +560,7 @@ impl Planned {
                         let shape = [problem.batch, problem.heads_q, decoded, num_splits, width];
                         Tensor::empty(stream, &shape, DType::F32)
                     };
-                    let counters = [problem.batch, problem.heads_q, decoded];
-                    let counters = Tensor::zeros(stream, &counters, DType::U32)?;
-                    Ok([tensor(problem.head_dim_v)?, tensor(2)?, counters])
+                    Ok([tensor(problem.head_dim_v)?, tensor(2)?])
                 })?;
                 let many_pieces = device.profile().num_sms;
                 Some(Box::new(Splits { merge: load(merge)?, many_pieces, workspace }))

@@ -7,7 +7,6 @@ use cuda_std::cvt::{E4m3, bf16, f16};
 use cuda_std::{grid, kernel};
 
 use super::super::Tables;
-use super::last::Merged;
 use super::splits;
 
 macro_rules! decode_ring_entries {
@@ -26,21 +25,18 @@ macro_rules! decode_ring_entries {
             kv_lens: *const u32,
             q_offsets: *const u32,
             page_table: *const u32,
+            _bias: *const u8,
+            _blocks: *const u32,
             partial: *mut f32,
             stats: *mut f32,
-            counters: *mut u32,
-            out: *mut $type,
-            lse: *mut f32,
-            sinks: *const f32,
             dims: AttentionDims,
         ) {
             grid::begin_early(|| (), false);
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
-                let merged = Merged { counters, out, lse, sinks };
                 splits::<$type, $type, $dim, $rows, { $rows / 8 }, { $dim / 16 }, $places>(
-                    q, k, v, null(), null(), tables, partial, stats, &merged, &dims,
+                    q, k, v, null(), null(), tables, partial, stats, &dims,
                 )
             }
         }
@@ -66,21 +62,18 @@ macro_rules! decode_ring_fp8_entries {
             kv_lens: *const u32,
             q_offsets: *const u32,
             page_table: *const u32,
+            _bias: *const u8,
+            _blocks: *const u32,
             partial: *mut f32,
             stats: *mut f32,
-            counters: *mut u32,
-            out: *mut $type,
-            lse: *mut f32,
-            sinks: *const f32,
             dims: AttentionDims,
         ) {
             grid::begin_early(|| (), false);
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
-                let merged = Merged { counters, out, lse, sinks };
                 splits::<$type, E4m3, $dim, $rows, { $rows / 8 }, { $dim / 16 }, $places>(
-                    q, k, v, k_scale, v_scale, tables, partial, stats, &merged, &dims,
+                    q, k, v, k_scale, v_scale, tables, partial, stats, &dims,
                 )
             }
         }

@@ -47,15 +47,13 @@
 //! - The splits' results are written and read again, so a group's four are joined here where they can be. A group is
 //!   joined by the same operations whoever joins it, so a row's bits do not tell.
 //! - The values' four chunks are a loop: as one stretch of instructions the kernel waits for the instructions' cache.
-//! - The merge is not launched while this runs: what it gains with the longest caches it loses with others. Where each
-//!   block has one split there is none: `last`.
+//! - The merge is not launched while this runs: what it gains with the longest caches it loses with others.
 //!
 //! What was measured and tried: `gpu/NOTES/attention.md`.
 
 mod bands;
 mod end;
 mod entries;
-mod last;
 mod ring;
 
 use abi::ops::attention::{
@@ -73,7 +71,6 @@ use crate::matmul::multiplicand::{Factor, Multiplicand};
 use crate::tile::softmax::{base, weight};
 use bands::{BANDS, LIFT, least_of_band, narrow, power_of_bands};
 use end::End;
-use last::{Merged, merge_last};
 use ring::{Share, key_of, pair, row_of_pair, wait};
 
 const WARPS: u32 = THREADS / 32;
@@ -201,7 +198,7 @@ unsafe fn add_values<T: Multiplicand, C: Cached<T>, const HALVES: usize, const S
 ///   in `Attention::run`. `HALVES` is `ROWS / 8`, `STEPS` `DIM / 16`; `PLACES` is 2, 4 or 8.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-unsafe fn splits<
+pub(super) unsafe fn splits<
     T: Multiplicand,
     C: Cached<T> + Keys<T> + Keys<C::Narrow>,
     const DIM: u32,
@@ -218,7 +215,6 @@ unsafe fn splits<
     tables: Tables,
     partial: *mut f32,
     stats: *mut f32,
-    merged: &Merged<T>,
     dims: &AttentionDims,
 ) {
     let warp_idx = thread::warp_idx();
@@ -292,9 +288,6 @@ unsafe fn splits<
         while chunk < PLACES {
             start(&work, chunk >= CHUNKS, chunk % CHUNKS);
             chunk += 1;
-        }
-        if dims.merges == 2 {
-            cuda_std::grid::near_end();
         }
         let mut loaded = [[[0u32; 2]; HALVES]; STEPS];
         if !work.has_keys() || !has_registers {
@@ -511,8 +504,5 @@ unsafe fn splits<
             is_first = is_last;
         }
         cp_async::wait_group::<0>();
-        if dims.merges != 0 {
-            merge_last::<T, ROWS>(partial, stats, tables, merged, dims);
-        }
     }
 }
