@@ -199,20 +199,30 @@ impl ProjectionPlan {
         (first, [n, k], act): (&Projection, [usize; 2], Act),
         (last, [last_n, last_k]): (&Projection, [usize; 2]),
     ) -> Result<Option<[Self; 2]>, Error> {
-        let is_plain = first.kind().is_empty() && last.kind().is_empty();
-        if !is_plain || !phase.may_work_in_place() {
+        if !phase.may_work_in_place() {
             return Ok(None);
         }
         let (device, RmsNormProblem { eps, weight, .. }) = (phase.stream.device(), phase.norm_problem(1, k));
         let norm = Some(RowNorm { eps, weight });
-        let first = MatmulProblem { norm, ..phase.problem(n, k, first.bias.is_some(), act, None) };
-        if Matmul::supports(device, &first).is_err() {
+        let problems = |of: &Projection, n: usize, k: usize, act| -> Vec<MatmulProblem> {
+            let part = |rows, form| phase.problem(rows, k, of.bias.is_some(), act, form);
+            match &of.kind()[..] {
+                [] => vec![part(n, None)],
+                // A gate's and up's rows are in one part.
+                &[(_, form)] => vec![part(n, Some(form))],
+                kind => kind.iter().map(|&(rows, form)| part(rows, Some(form))).collect(),
+            }
+        };
+        let first: Vec<_> =
+            problems(first, n, k, act).into_iter().map(|part| MatmulProblem { norm, ..part }).collect();
+        let mut last = problems(last, last_n, last_k, Act::None);
+        last.iter_mut().for_each(|part| part.epilogue.residual = true);
+        if first.iter().chain(&last).any(|part| Matmul::supports(device, part).is_err()) {
             return Ok(None);
         }
-        let last = phase.problem(last_n, last_k, last.bias.is_some(), Act::None, None);
-        let last = MatmulProblem { epilogue: Epilogue { residual: true, ..Epilogue::NONE }, ..last };
-        let plan = |problem: MatmulProblem| {
-            Ok::<_, Error>(ProjectionPlan { parts: vec![(Matmul::plan(device, problem)?, problem.n)] })
+        let plan = |problems: Vec<MatmulProblem>| {
+            let parts = problems.into_iter().map(|problem| Ok((Matmul::plan(device, problem)?, problem.n)));
+            Ok::<_, Error>(ProjectionPlan { parts: parts.collect::<Result<_, Error>>()? })
         };
         Ok(Some([plan(first)?, plan(last)?]))
     }
