@@ -86,3 +86,39 @@ fn values_that_are_not_finite_are_named() -> Outcome {
     }
     Ok(())
 }
+
+/// Token by token in bf16, as a sequence of one decodes, against the same weights in f32. From Hopper on layers norm
+/// and add the residual in their products with packed weights, as with plain ones.
+#[test]
+fn quantised_steps() -> Outcome {
+    let case = Case::load("qwen3")?;
+    let checkpoint = Checkpoint::open(&case.folder)?;
+    let prompt = &case.prompts()[0];
+    for (scheme, codes) in [(Scheme::INT4, "int4"), (Scheme::INT8, "int8")] {
+        let steps = |device: &Device, dtype: DType| -> Result<Vec<f32>, warpforge::Error> {
+            let quantise = Quantise::By(scheme);
+            let model = Model::quantised(device, &checkpoint, dtype, quantise, &mut |_| {})?;
+            let mut session = model.session(options(&case, 64))?;
+            let stream = session.stream().clone();
+            session.prefill(0, &prompt[..2])?;
+            let mut logits = Vec::new();
+            for &id in &prompt[2..8] {
+                logits.extend(session.decode(&[id])?.to_vec::<f32>(&stream)?);
+            }
+            Ok(logits)
+        };
+        let want = steps(&Device::cpu(), DType::F32)?;
+        let allowed = 1.5 * relative_l2(&steps(&Device::cpu(), DType::BF16)?, &want);
+        let simulated = Arc::new(Card::new(Arch::Sm90a));
+        let mut devices = cards();
+        devices.push(Device::simulated(simulated.clone())?);
+        for device in devices {
+            let error = relative_l2(&steps(&device, DType::BF16)?, &want);
+            assert!(error <= allowed, "{codes} on {device:?}: error {error:.4}, allowed {allowed:.4}");
+        }
+        let launched = simulated.launched();
+        let is_ahead = |entry: &&str| entry.starts_with(&format!("matmul_bf16_{codes}__packedahead"));
+        assert!(launched.iter().any(|entry| is_ahead(&&**entry)), "{codes}: {launched:?}");
+    }
+    Ok(())
+}
