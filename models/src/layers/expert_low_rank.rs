@@ -142,7 +142,7 @@ impl AdaptedExperts {
     pub(super) fn added<'a>(step: &'a Step<'_>, adapters: Option<&'a PartAdapters>) -> Option<Added<'a>> {
         let (rows, adapters) = (step.adapted?, adapters?);
         let [first, last] = [Which::ExpertsFirst, Which::ExpertsLast].map(|which| adapters.of(which));
-        (first.is_some() || last.is_some()).then(|| Added { kinds: rows.ids, first, last })
+        (first.is_some() || last.is_some()).then_some(Added { kinds: rows.ids, first, last })
     }
 
     /// `act(gate) ⊙ up` of each pair, from its expert's gate and up, which are sorted by expert, and from `x`.

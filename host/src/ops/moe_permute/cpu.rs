@@ -24,12 +24,12 @@ pub(in crate::ops) fn run(problem: &MoePermuteProblem, args: &mut MoePermuteArgs
         offsets[group + 1] += offsets[group];
     }
     // From here on where the next pair of each goes; undone below.
-    for pair in 0..ids.len() {
+    for (pair, position) in positions.iter_mut().enumerate() {
         let bin = bin(pair);
         let place = offsets[bin];
         offsets[bin] += 1;
         order[place as usize] = pair as u32;
-        positions[pair] = if bin < groups { place } else { NO_POSITION };
+        *position = if bin < groups { place } else { NO_POSITION };
     }
     // Each has moved to the start of the next.
     offsets.copy_within(0..groups, 1);
