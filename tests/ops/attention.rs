@@ -1,6 +1,7 @@
 //! Attention against its reference.
 
 mod case;
+mod groups;
 mod mistakes;
 mod run;
 mod tensor_cores;
