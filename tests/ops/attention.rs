@@ -1,6 +1,7 @@
 //! Attention against its reference.
 
 mod case;
+mod groups;
 mod mistakes;
 mod run;
 mod tensor_cores;
@@ -44,16 +45,17 @@ proptest! {
 
 /// Cases of every kind of kernel.
 fn of_every_kernel() -> impl Strategy<Value = Case> {
-    let paged = case(1usize..20, dims(&[16], 40)).prop_map(|case| {
-        let layout = Layout::default();
-        Case { page_size: Some(16), q_layout: layout, kv_layout: layout, ..case }
-    });
     let masked = prefill_case().prop_map(|case| {
         let (layout, scores) = (Layout::default(), Scores { bias: ScoreBias::Additive, ..Scores::PLAIN });
         Case { scores, q_layout: layout, kv_layout: layout, ..case }
     });
     prop_oneof![
-        4 => prefill_case(), 4 => decode_case(), 2 => latent_case(), 2 => fp8_case(), 2 => masked, 1 => paged
+        4 => prefill_case(),
+        4 => decode_case(),
+        2 => latent_case(),
+        2 => fp8_case(),
+        2 => masked,
+        3 => paged_case(),
     ]
 }
 
@@ -94,6 +96,18 @@ proptest! {
     #[test]
     fn planned_fp8((case, on) in on_executors(fp8_case, Case::work)) {
         planned(&case, on)?;
+    }
+
+    /// The same with keys in pages.
+    #[test]
+    fn planned_pages((case, on) in on_executors(paged_case, Case::work)) {
+        planned(&case, on)?;
+    }
+
+    /// Every kernel for keys in pages that can do the case, on every floor.
+    #[test]
+    fn every_variant_pages((case, on) in on_executors(paged_case, |case| 4 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// Every kernel that can do the case, on every floor.

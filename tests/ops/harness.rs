@@ -113,6 +113,26 @@ thread_local! {
     };
 }
 
+thread_local! {
+    /// The same for [`with_little_memory`].
+    static LITTLE: Vec<(Device, Arc<Card>)> = Arch::ALL
+        .into_iter()
+        .map(|floor| {
+            let card = Arc::new(Card::with_memory(floor, LITTLE_BYTES));
+            (Device::simulated(card.clone()).expect("a floor's own card"), card)
+        })
+        .collect();
+}
+
+/// See [`with_little_memory`].
+const LITTLE_BYTES: usize = 16 << 20;
+
+/// A simulated card of a floor with 16 MiB of memory.
+pub fn with_little_memory(arch: Arch) -> Device {
+    let devices = LITTLE.with(|cards| cards.iter().map(|(device, _)| device.clone()).collect::<Vec<_>>());
+    devices.into_iter().find(|device| floor(device) == Some(arch)).expect("a card of each floor")
+}
+
 /// A simulated Hopper with one multiprocessor: a block that stays does all tiles, one after the other.
 pub fn one_sm() -> Device {
     ONE_SM.with(|(device, _)| device.clone())
@@ -123,8 +143,10 @@ fn card_of(place: Place) -> Option<Arc<Card>> {
     if one_sm().place() == place {
         return ONE_SM.with(|(_, card)| Some(card.clone()));
     }
-    SIMULATED
-        .with(|cards| cards.iter().find(|(device, _)| device.place() == place).map(|(_, card)| card.clone()))
+    let of_place = |cards: &Vec<(Device, Arc<Card>)>| {
+        cards.iter().find(|(device, _)| device.place() == place).map(|(_, card)| card.clone())
+    };
+    SIMULATED.with(of_place).or_else(|| LITTLE.with(of_place))
 }
 
 /// All devices: the CPU, a simulated card of each floor, and the real card once for every floor that it runs. Says so

@@ -10,7 +10,9 @@ use warpforge::ops::attention::{
 };
 use warpforge::{Arch, DType, Device, Tensor};
 
-use crate::harness::{Layout, Rows, cards_of, devices, fail, floats, on_executors, one_sm, values};
+use crate::harness::{
+    Layout, Rows, cards_of, devices, fail, floats, on_executors, one_sm, values, with_little_memory,
+};
 
 /// What is in a row before the run.
 const BEFORE: f64 = 77.0;
@@ -257,62 +259,101 @@ fn run_alone(
     Ok((out.read(&stream)?, lse.read(&stream)?))
 }
 
+/// Each sequence's rows have the bits that it has alone by the same kernel, and rows outside of all sequences, or
+/// beyond the planned queries of one, are left as they were.
+fn has_bits_of_single_sequences(case: &Case, devices: &[Device]) -> Result<(), TestCaseError> {
+    let Case { heads: (heads_q, heads_kv), head_dims: (head_dim, head_dim_v), ref lens, gaps, .. } = *case;
+    let total = |len: fn(&(usize, usize)) -> usize| lens.iter().map(len).sum::<usize>();
+    let total_q = gaps.0 + total(|len| len.0) + gaps.1;
+    let q = case.rows(case.dtype, total_q * heads_q, head_dim, 1);
+    let k = case.rows(case.dtype_kv(), total(|len| len.1) * heads_kv, head_dim, 2);
+    let v = case.rows(case.dtype_kv(), total(|len| len.1) * heads_kv, head_dim_v, 3);
+    for device in devices {
+        let page_size = (case.keys == Keys::Paged).then_some(PAGE);
+        let chosen = |page_size| -> Result<_, TestCaseError> {
+            let problem = AttentionProblem { page_size, ..case.problem(lens.len()) };
+            let choice = device.limits().map(|limits| op::select(&limits, &problem, case.seq_q));
+            Ok(choice.transpose().map_err(fail)?.map(|choice| choice.variant))
+        };
+        // Alone keys are in one piece, for which some kernels have a form of their own.
+        let (variant, variant_alone) = (chosen(page_size)?, chosen(None)?);
+        let cached = [Cached { values: &k, width: head_dim }, Cached { values: &v, width: head_dim_v }];
+        let (out, lse) = run_packed(device, case, variant, &q, cached)?;
+        let mut want = (vec![BEFORE; out.len()], vec![BEFORE; lse.len()]);
+        let (mut first_q, mut first_kv) = (gaps.0, 0);
+        for &(seq_q, len) in lens {
+            // What is beyond the planned queries counts as not there: the rest is aligned to the last key.
+            let done = seq_q.min(case.seq_q);
+            let part = |data: &[f64], first: usize, count: usize, row: usize| {
+                data[first * row..][..count * row].to_vec()
+            };
+            let own = [
+                part(&q, first_q, done, heads_q * head_dim),
+                part(&k, first_kv, len, heads_kv * head_dim),
+                part(&v, first_kv, len, heads_kv * head_dim_v),
+            ];
+            if done > 0 {
+                let data = [&own[0][..], &own[1], &own[2]];
+                let (own_out, own_lse) = run_alone(device, case, variant_alone, (done, len), data)?;
+                let row = heads_q * head_dim_v;
+                want.0[first_q * row..][..done * row].copy_from_slice(&own_out);
+                for head in 0..heads_q {
+                    want.1[head * total_q + first_q..][..done]
+                        .copy_from_slice(&own_lse[head * done..][..done]);
+                }
+            }
+            (first_q, first_kv) = (first_q + seq_q, first_kv + len);
+        }
+        let what = variant.map_or("CPU", |variant| variant.entry);
+        let same = |got: &[f64], want: &[f64]| {
+            check_bits_eq(got, want).map_err(|mismatch| fail(format!("{what} on {device:?}: {mismatch}")))
+        };
+        same(&out, &want.0)?;
+        same(&lse, &want.1)?;
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(64))]
 
-    /// Queries packed, keys packed, with room or in pages: each sequence's rows have the bits that it has alone by the
-    /// same kernel, and rows outside of all sequences, or beyond the planned queries of one, are left as they were.
+    /// Queries packed, keys packed, with room or in pages.
     #[test]
     fn bits_of_single_sequences((case, on) in on_executors(case, Case::work)) {
-        let Case { heads: (heads_q, heads_kv), head_dims: (head_dim, head_dim_v), ref lens, gaps, .. } = case;
-        let total = |len: fn(&(usize, usize)) -> usize| lens.iter().map(len).sum::<usize>();
-        let total_q = gaps.0 + total(|len| len.0) + gaps.1;
-        let q = case.rows(case.dtype, total_q * heads_q, head_dim, 1);
-        let k = case.rows(case.dtype_kv(), total(|len| len.1) * heads_kv, head_dim, 2);
-        let v = case.rows(case.dtype_kv(), total(|len| len.1) * heads_kv, head_dim_v, 3);
         // Hopper's tiles in one block: it is there that they meet.
         let hopper = cards_of(Arch::Sm90a)[0].place();
         let meet = |device: Device| if device.place() == hopper { one_sm() } else { device };
-        for device in &on.devices().into_iter().map(meet).collect::<Vec<_>>() {
-            // A kernel that takes no pages takes what was gathered from them.
-            let page_size = (case.keys == Keys::Paged).then_some(PAGE);
-            let problem = AttentionProblem { page_size, ..case.problem(lens.len()) };
-            let choice = device.limits().map(|limits| op::select(&limits, &problem, case.seq_q));
-            let variant = choice.transpose().map_err(fail)?.map(|choice| choice.variant);
-            let cached = [Cached { values: &k, width: head_dim }, Cached { values: &v, width: head_dim_v }];
-            let (out, lse) = run_packed(device, &case, variant, &q, cached)?;
-            let mut want = (vec![BEFORE; out.len()], vec![BEFORE; lse.len()]);
-            let (mut first_q, mut first_kv) = (gaps.0, 0);
-            for &(seq_q, len) in lens {
-                // What is beyond the planned queries counts as not there: the rest is aligned to the last key.
-                let done = seq_q.min(case.seq_q);
-                let part = |data: &[f64], first: usize, count: usize, row: usize| {
-                    data[first * row..][..count * row].to_vec()
-                };
-                let own = [
-                    part(&q, first_q, done, heads_q * head_dim),
-                    part(&k, first_kv, len, heads_kv * head_dim),
-                    part(&v, first_kv, len, heads_kv * head_dim_v),
-                ];
-                if done > 0 {
-                    let data = [&own[0][..], &own[1], &own[2]];
-                    let (own_out, own_lse) = run_alone(device, &case, variant, (done, len), data)?;
-                    let row = heads_q * head_dim_v;
-                    want.0[first_q * row..][..done * row].copy_from_slice(&own_out);
-                    for head in 0..heads_q {
-                        want.1[head * total_q + first_q..][..done].copy_from_slice(&own_lse[head * done..][..done]);
-                    }
-                }
-                (first_q, first_kv) = (first_q + seq_q, first_kv + len);
-            }
-            let what = variant.map_or("CPU", |variant| variant.entry);
-            let same = |got: &[f64], want: &[f64]| {
-                check_bits_eq(got, want).map_err(|mismatch| fail(format!("{what} on {device:?}: {mismatch}")))
-            };
-            same(&out, &want.0)?;
-            same(&lse, &want.1)?;
-        }
+        has_bits_of_single_sequences(&case, &on.devices().into_iter().map(meet).collect::<Vec<_>>())?;
     }
+}
+
+/// Keys in fp8 on a card with room for those of two sequences: the others' rows are nobody's of a launch.
+#[test]
+fn bits_of_gathered_sequences() -> Result<(), TestCaseError> {
+    for (dtype, floor, keys) in [
+        (DType::BF16, Arch::Sm61, Keys::Padded),
+        (DType::F16, Arch::Sm80, Keys::Paged),
+        (DType::BF16, Arch::Sm80, Keys::Padded),
+        (DType::BF16, Arch::Sm90a, Keys::Paged),
+    ] {
+        let case = Case {
+            dtype,
+            lens: vec![(19, 200), (70, 90), (0, 50), (3, 0), (33, 199)],
+            seq_q: 69,
+            gaps: (5, 66),
+            keys,
+            is_fp8: true,
+            heads: (2, 2),
+            head_dims: (64, 64),
+            mask: Mask::Causal,
+            window: None,
+            soft_cap: None,
+            kind: Values::Normal,
+            seed: 1,
+        };
+        has_bits_of_single_sequences(&case, &[with_little_memory(floor)])?;
+    }
+    Ok(())
 }
 
 /// A run of three sequences, 40 queries and 24 keys, with offsets as they are, and of keys if they are packed.

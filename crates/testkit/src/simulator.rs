@@ -35,6 +35,7 @@ pub struct Card {
     model: Model,
     /// Fewer than it has.
     num_sms: Option<u32>,
+    memory_bytes: usize,
     base_seed: u64,
     state: Arc<Mutex<State>>,
 }
@@ -102,7 +103,8 @@ impl Card {
     fn of(model: Model) -> Self {
         let base_seed = parse_seed(env::var("WARPFORGE_SIM_SEED").ok().as_deref())
             .unwrap_or_else(|message| panic!("{message}"));
-        Card { model, num_sms: None, base_seed, state: Arc::default() }
+        // What a test may want of the host.
+        Card { model, num_sms: None, memory_bytes: 1 << 30, base_seed, state: Arc::default() }
     }
 
     /// The same with one multiprocessor, on which a block of a kernel whose blocks stay does all of the work.
@@ -111,6 +113,14 @@ impl Card {
     /// As [`Card::new`].
     pub fn with_one_sm(floor: Arch) -> Self {
         Card { num_sms: Some(1), ..Card::new(floor) }
+    }
+
+    /// The same with so much memory.
+    ///
+    /// # Panics
+    /// As [`Card::new`].
+    pub fn with_memory(floor: Arch, memory_bytes: usize) -> Self {
+        Card { memory_bytes, ..Card::new(floor) }
     }
 
     /// Puts bytes out of bounds for kernels, until the host writes them or their block has another user.
@@ -176,8 +186,7 @@ impl Simulator for Card {
             compute_capability: Some(compute_capability),
             tensor_cores: TensorCores::of(compute_capability.0, compute_capability.1),
             num_sms: self.num_sms.unwrap_or(num_sms),
-            // What a test may want of the host.
-            memory_bytes: 1 << 30,
+            memory_bytes: self.memory_bytes,
             l2_bytes: l2_mib << 20,
             smem_per_block_bytes: smem_kib << 10,
             smem_per_sm_bytes: sm_smem_kib << 10,

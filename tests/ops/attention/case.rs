@@ -390,6 +390,23 @@ pub(super) fn prefill_case() -> impl Strategy<Value = Case> {
     case(dims(&[16, 32, 64], 140), dims(&[16, 32, 64], 200))
 }
 
+/// Prompts whose keys are in pages, in 16 bits and with rows that tensor cores take; often with a mask by element.
+pub(super) fn paged_case() -> impl Strategy<Value = Case> {
+    let bias = prop_oneof![2 => Just(ScoreBias::None), 1 => Just(ScoreBias::Additive), 1 => Just(ScoreBias::Boolean)];
+    let types = select(&[DType::F16, DType::BF16][..]);
+    (prefill_case(), select(&PAGE_SIZES[..]), types, bias).prop_map(|(case, page_size, dtype, bias)| {
+        let aligned = |layout: Layout| Layout { padding: layout.padding / 8 * 8, offset: 0 };
+        Case {
+            dtype,
+            scores: Scores { bias, blocks: None, ..case.scores },
+            q_layout: aligned(case.q_layout),
+            kv_layout: aligned(case.kv_layout),
+            page_size: Some(page_size),
+            ..case
+        }
+    })
+}
+
 pub(super) fn decode_case() -> impl Strategy<Value = Case> {
     case(1usize..6, dims(&[64, 256], 1100))
 }

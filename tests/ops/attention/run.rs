@@ -2,8 +2,7 @@
 
 use abi::ops::attention::{
     AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS, DECODE_RING_FP8_VARIANTS,
-    DECODE_RING_VARIANTS, GATHER_PAGES_VARIANTS, GATHER_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
-    WGMMA_VARIANTS,
+    DECODE_RING_VARIANTS, GATHER_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
@@ -280,10 +279,8 @@ pub(super) fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) ->
             PREFILL_MMA_VARIANTS,
             WGMMA_VARIANTS,
         ];
-        let gathers = [GATHER_VARIANTS, GATHER_PAGES_VARIANTS].into_iter().flatten().any(|gather| {
-            let is_for = gather.dtype == case.dtype && gather.dtype_kv == case.dtype_kv();
-            is_for && (case.is_fp8 || case.page_size.is_some()) && wanted(gather.entry)
-        });
+        let is_for = |gather: &AttentionVariant| gather.dtype == case.dtype && wanted(gather.entry);
+        let gathers = case.is_fp8 && GATHER_VARIANTS.iter().any(is_for);
         for variant in variants.into_iter().flatten().filter(|variant| variant.dtype == case.dtype) {
             if (wanted(variant.entry) || gathers)
                 && Attention::plan_with(device, case.problem(), variant).is_ok()

@@ -1,7 +1,7 @@
 //! Attention on tensor cores: the borders of tiles, of steps and of masks, and what is not finite beside them.
 
-use abi::ops::attention::WGMMA_VARIANTS;
-use warpforge::ops::attention::{Mask, ScoreBias, Scores};
+use abi::ops::attention::{AttentionTile, AttentionVariant, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS};
+use warpforge::ops::attention::{Mask, PAGE_SIZES, ScoreBias, Scores};
 use warpforge::{Arch, DType, Device};
 
 use super::TestResult;
@@ -153,8 +153,8 @@ fn blocks() -> TestResult {
 #[test]
 fn biases_on_tensor_cores() -> TestResult {
     for device in &cards_of(Arch::Sm80) {
-        for (dtype, bias, (seq_q, len), heads, head_dim, scale, soft_cap, mask, seed) in [
-            (DType::BF16, ScoreBias::Additive, (70, 150), (2, 1), 64, None, None, Mask::Causal, 1),
+        for (dtype, bias, (seq_q, len), heads, head_dim, scale, soft_cap, mask, page_size, seed) in [
+            (DType::BF16, ScoreBias::Additive, (70, 150), (2, 1), 64, None, None, Mask::Causal, Some(32), 1),
             (
                 DType::F16,
                 ScoreBias::Boolean,
@@ -164,17 +164,92 @@ fn biases_on_tensor_cores() -> TestResult {
                 Some(-0.125),
                 Some(2.0),
                 Mask::None,
+                None,
                 2 + (1 << 41),
             ),
-            (DType::F16, ScoreBias::Additive, (20, 97), (2, 2), 128, Some(0.0), None, Mask::None, 3),
-            (DType::BF16, ScoreBias::Boolean, (20, 70), (1, 1), 256, None, None, Mask::Causal, 4 + (1 << 40)),
+            (
+                DType::F16,
+                ScoreBias::Additive,
+                (20, 97),
+                (2, 2),
+                128,
+                Some(0.0),
+                None,
+                Mask::None,
+                Some(16),
+                3,
+            ),
+            (
+                DType::BF16,
+                ScoreBias::Boolean,
+                (20, 70),
+                (1, 1),
+                256,
+                None,
+                None,
+                Mask::Causal,
+                None,
+                4 + (1 << 40),
+            ),
         ] {
             let scores = Scores { bias, soft_cap, blocks: None };
-            let case = Case { scores, scale, mask, seed, ..plain(dtype, seq_q, len, heads, head_dim) };
+            let plain = plain(dtype, seq_q, len, heads, head_dim);
+            let case = Case { scores, scale, mask, page_size, seed, ..plain };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
             verify((device, None), &case, &results, &expect(&case, &data))?;
             nan_stays(device, &case, &[(1, 40), (2, len - 2)])?;
+        }
+    }
+    Ok(())
+}
+
+/// Each kernel of `mma.sync` for pages has the bits of the one for keys in one piece: pages of all sizes, whose keys
+/// end anywhere, a sequence without keys, pages that two sequences share, masks at both ends, a cap, sinks, and values
+/// that are not finite where a tile ends.
+#[test]
+fn pages_of_every_tile() -> TestResult {
+    let tile = |variant: &AttentionVariant| match variant.tile {
+        AttentionTile::PrefillMma { dim, masked, split, paged, .. } => {
+            (variant.dtype, dim, masked, split, paged)
+        }
+        _ => unreachable!("a table of one kind"),
+    };
+    for device in &cards_of(Arch::Sm80) {
+        for (index, paged) in PREFILL_MMA_VARIANTS.iter().filter(|variant| tile(variant).4).enumerate() {
+            let (dtype, dim, masked, split, _) = tile(paged);
+            let plain_tile = (dtype, dim, masked, split, false);
+            let apart = PREFILL_MMA_VARIANTS.iter().find(|variant| tile(variant) == plain_tile);
+            let apart = apart.ok_or_else(|| fail(paged.entry))?;
+            let bias = match (masked, index % 2) {
+                (false, _) => ScoreBias::None,
+                (true, 0) => ScoreBias::Additive,
+                (true, _) => ScoreBias::Boolean,
+            };
+            let case = Case {
+                lens: vec![201, 0, 77, 150],
+                capacity: 210,
+                mask: if index % 3 == 0 { Mask::None } else { Mask::Causal },
+                window: (index % 4 == 1).then_some(70),
+                scores: Scores { bias, soft_cap: (index % 5 == 2).then_some(2.0), blocks: None },
+                sinks: Some(0.5),
+                seed: index as u64,
+                ..plain(dtype, 37, 0, (2, 1), dim as usize - 8 * (index % 2))
+            };
+            let page_size = PAGE_SIZES[index % PAGE_SIZES.len()];
+            let mut data = case.data();
+            // The first page of the first sequence is the last one's, too.
+            for (values, width) in [(1, case.head_dim), (2, case.head_dim_v)] {
+                let keys = page_size.min(150);
+                data[values].copy_within(..keys * width, 3 * case.capacity * width);
+            }
+            // Of the key before the last of the third sequence, which not all rows see.
+            data[2][(2 * case.capacity + 75) * case.head_dim_v + 3] = f64::INFINITY;
+            let case_in_pages = Case { page_size: Some(page_size), ..case.clone() };
+            let (out, lse) = compute(device, &case_in_pages, &data, Some(paged))?;
+            let (want, want_lse) = compute(device, &case, &data, Some(apart))?;
+            same_bits(&format!("{}, out", paged.entry), &out, &want)?;
+            same_bits(&format!("{}, lse", paged.entry), &lse, &want_lse)?;
         }
     }
     Ok(())

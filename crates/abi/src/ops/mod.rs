@@ -18,7 +18,7 @@ macro_rules! for_each_operator {
         $callback! {
             attention "attention" [
                 VARIANTS DECODE_RING_VARIANTS DECODE_LATENT_VARIANTS DECODE_LATENT_WGMMA_VARIANTS
-                DECODE_RING_FP8_VARIANTS GATHER_VARIANTS GATHER_PAGES_VARIANTS PREFILL_MMA_VARIANTS COMBINE_VARIANTS
+                DECODE_RING_FP8_VARIANTS GATHER_VARIANTS PREFILL_MMA_VARIANTS COMBINE_VARIANTS
                 WGMMA_VARIANTS
             ];
             attention_merge "attention_merge" [VARIANTS];

@@ -1,5 +1,5 @@
-//! Keys and values of the sequences from their pages, or from fp8, to where kernels take them from that follow no pages
-//! or know no fp8: `[sequence, key, head, column]` without gaps, in q's type.
+//! Keys and values of some sequences from fp8, in one piece or in pages, to where the kernels take them from that know
+//! no fp8: `[sequence, key, head, column]` without gaps, in q's type.
 //!
 //! Work split: a block takes 16 keys of a sequence, which are of one page, its threads eight elements of k or v each,
 //! four times before the first is stored. Bound by memory. Keys beyond a sequence's are not read, and nothing is
@@ -27,14 +27,6 @@ pub(super) trait Gathered<T: Element>: Copy + 'static {
 
 macro_rules! gathered {
     ($($type:ident),*) => {$(
-        impl Gathered<$type> for $type {
-            #[inline(always)]
-            unsafe fn eight(from: *const Self, _: f32) -> [u32; 4] {
-                // SAFETY: the caller's promise.
-                unsafe { global::load_nc_x4(from) }
-            }
-        }
-
         impl Gathered<$type> for E4m3 {
             #[inline(always)]
             unsafe fn eight(from: *const Self, scale: f32) -> [u32; 4] {
@@ -209,10 +201,3 @@ macro_rules! gather_fp8_entries {
     ($($entry:ident => $type:ident, $dtype:ident, Gather {};)*) => { $(gather_entry!($entry, $type, E4m3);)* };
 }
 abi::attention_gather_table!(gather_fp8_entries);
-
-#[cfg(not(lacks_mma_sync))]
-macro_rules! gather_pages_entries {
-    ($($entry:ident => $type:ident, $dtype:ident, Gather {};)*) => { $(gather_entry!($entry, $type, $type);)* };
-}
-#[cfg(not(lacks_mma_sync))]
-abi::attention_gather_pages_table!(gather_pages_entries);

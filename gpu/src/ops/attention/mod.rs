@@ -15,9 +15,9 @@
 //! is the 0 that is wanted. `wgmma` reads q as it is, and does the same in another order.
 //!
 //! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads (`Pages`). One piece is
-//! the case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number
-//! alone. For kernels that do without pages (`prefill_mma`) or without fp8 (all but `decode_ring`) `gather` puts the
-//! keys into one piece of q's type before.
+//! the case of a single page, so no kernel has two forms but `prefill_mma`; what is summed in which order depends on a
+//! key's number alone. For the kernels without fp8, all but `decode_ring`, `gather` puts the keys of some sequences at
+//! a time into one piece of q's type before.
 //!
 //! The kernels of decode never let the next one start, as others of few blocks do: the next one is the merge, which
 //! would take longer (`gpu/NOTES/attention.md`).
@@ -44,6 +44,8 @@ mod prefill_mma;
 #[cfg(not(lacks_mma_sync))]
 mod queries;
 mod scores;
+#[cfg(not(lacks_mma_sync))]
+mod share;
 #[cfg(not(lacks_mma_sync))]
 mod softmax;
 #[cfg(not(lacks_mma_sync))]

@@ -5,7 +5,7 @@
 //! steps of `KEYS` keys, from the last that is seen to the first.
 //!
 //! ```text
-//! shared   | q, later out [rows][DIM] | k 0, k 1 [KEYS][DIM] | v [KEYS][DIM_V] | marks |
+//! shared   | q, later out [rows][DIM] | k 0, k 1 [KEYS][DIM] | v [KEYS][DIM_V] | marks | pages of four steps |
 //!
 //! each step   wait for k ── barrier ── start the copies of v, and of the next k into the place that everybody has left
 //!             s = q·kᵀ ── mask ── softmax: m, l, p = 2^(s·c − m·c), o ·= 2^((m_old − m)·c)
@@ -26,114 +26,33 @@
 //!   on its sequence alone.
 //! - Of few queries and many keys there are fewer tiles than multiprocessors: as in `wgmma`, `SPLIT` kernels cut a
 //!   tile's steps into parts, whose results `combine` puts together.
-//! - Keys in pages are not for this kernel yet: at 128 columns it has no register left for what finds them. At 255
-//!   registers two blocks of four warps are all that fits; at 256 columns the accumulators leave room for one part of
-//!   16 rows only, and every operand serves one `mma.sync`.
+//! - Keys in pages have kernels of their own (`PAGED`), with the same steps and so the same bits. Of 16 keys all are in
+//!   one page: a few lanes copy the numbers of a step's pages to shared memory two steps ahead, beside k and without a
+//!   register, and each row's place is found anew where it is copied, by strides that are parameters.
+//! - At 255 registers two blocks of four warps are all that fits; at 256 columns the accumulators leave room for one
+//!   part of 16 rows only, and every operand serves one `mma.sync`.
 //!
 //! What was measured: `gpu/NOTES/attention.md`.
 
-use abi::ops::attention::{AttentionDims, THREADS};
+use abi::ops::attention::{AttentionDims, PREFILL_PAGE_STEPS, THREADS};
 use cuda_std::cvt::{bf16, f16};
 use cuda_std::{cp_async, global, kernel, math, matrix, shared, thread, warp};
 
 use super::scores::{Masks, has_cap, sink};
+use super::share::{Share, moved};
 use super::softmax::{Groups, Rows, add_pairs, cap, mask, raise, round, scale_rows, store_lse, weights};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
-use crate::matmul::multiplicand::{Multiplicand, finite_halves, not_finite};
+use crate::matmul::multiplicand::Multiplicand;
 use crate::tile::softmax::join;
-
-/// Where the piece of a row is, in bytes from its start.
-#[inline(always)]
-fn moved(piece: u32, row: u32) -> u32 {
-    (piece ^ (row & 7)) << 4
-}
-
-/// The pieces that a thread copies: one of eight neighbours, of every 16th row.
-#[derive(Clone, Copy)]
-struct Share {
-    row: u32,
-    piece: u32,
-}
-
-impl Share {
-    #[inline(always)]
-    fn new(thread: u32) -> Self {
-        Share { row: thread / 8, piece: thread % 8 }
-    }
-
-    /// The thread's place in the first rows of a tensor in shared memory.
-    #[inline(always)]
-    fn place<const WIDTH: u32>(self) -> u32 {
-        self.row * (WIDTH * 2) + moved(self.piece, self.row)
-    }
-
-    /// Starts the copies of `COUNT` rows of `WIDTH` columns: zeros for rows that are not among `rows`, and beyond
-    /// `columns`.
-    ///
-    /// # Safety
-    /// - `rows` *in-bounds* and *aligned(16)*; nobody reads the tensor at `to`.
-    #[inline(always)]
-    unsafe fn copy<T, const WIDTH: u32, const COUNT: u32>(
-        self,
-        from: *const T,
-        (stride, columns): (u32, u32),
-        first_row: i32,
-        rows: Visible,
-        to: u32,
-    ) {
-        let to = to + self.place::<WIDTH>();
-        let step = 16 * stride as usize;
-        let first_row = first_row + self.row as i32;
-        let mut from = from.wrapping_add(first_row as usize * stride as usize + self.piece as usize * 8);
-        let mut i = 0;
-        while i < COUNT / 16 {
-            let is_row = rows.has(first_row + 16 * i as i32);
-            let mut column = 0;
-            while column < WIDTH {
-                let bytes = if is_row && column + self.piece * 8 < columns { 16 } else { 0 };
-                let to = to + i * (16 * WIDTH * 2) + column * 2;
-                // SAFETY: an existing piece, or no byte of it; inside the tensor at `to`.
-                unsafe { cp_async::cg_16_fill(to, from.wrapping_add(column as usize), bytes) };
-                column += 64;
-            }
-            from = from.wrapping_add(step);
-            i += 1;
-        }
-    }
-
-    /// Clears what is not finite in the thread's own pieces; whether there was anything.
-    ///
-    /// # Safety
-    /// - The thread's copies are done; nobody else touches the tensor.
-    #[inline(always)]
-    unsafe fn clean<T: Multiplicand, const WIDTH: u32, const COUNT: u32>(self, at: u32) -> bool {
-        let bad = not_finite::<T>;
-        let kept = finite_halves::<T>;
-        let mut found = 0;
-        let mut i = 0;
-        // Opaque, so that the loop stays one.
-        while i < thread::opaque(COUNT / 16 * (WIDTH / 64)) {
-            let at =
-                at + self.place::<WIDTH>() + i / (WIDTH / 64) * (16 * WIDTH * 2) + i % (WIDTH / 64) * 128;
-            // SAFETY: the caller's promise.
-            unsafe {
-                let [a, b, c, d] = shared::load_u32x4(at);
-                found |= bad(a) | bad(b) | bad(c) | bad(d);
-                shared::store_u32x4(at, [kept(a), kept(b), kept(c), kept(d)]);
-            }
-            i += 1;
-        }
-        found != 0
-    }
-}
 
 /// The whole block. See the module.
 ///
 /// # Safety
 /// - One block of [`THREADS`] threads per tile, head and sequence; tensors *in-bounds*, their rows *aligned(16)* —
 ///   checked in `Attention::run`. `STEPS`, `SCORES`, `SUMS` and `WEIGHTS` are `DIM / 16`, `KEYS / 2`, `DIM_V / 2` and
-///   `KEYS / 4`. There is a bias if, and only if, the kernel is `MASKED`; no block mask.
+///   `KEYS / 4`. There is a bias if, and only if, the kernel is `MASKED`, a table of pages if, and only if, it is
+///   `PAGED`; no block mask.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn tile<
@@ -148,6 +67,7 @@ pub(super) unsafe fn tile<
     const WEIGHTS: usize,
     const MASKED: bool,
     const SPLIT: bool,
+    const PAGED: bool,
 >(
     q: *const T,
     k: *const T,
@@ -163,7 +83,8 @@ pub(super) unsafe fn tile<
     // The first row of a thread's warp.
     let first_own = |thread: u32| thread / 32 * (PARTS as u32 * 16);
 
-    // SAFETY: keys inside `any` and queries of the tensor are *in-bounds* — Attention::run. What the branches around
+    // SAFETY: keys inside `any` and queries of the tensor are *in-bounds*, and so are the numbers of the keys' pages in
+    // the table, each one of the pool's or taken to be its last — Attention::run. What the branches around
     // barriers and shuffles depend on is the same in the whole block. A place in shared memory is filled anew behind a
     // barrier after its last reading; rows of q are read, and written with the result, by their own warp.
     unsafe {
@@ -179,12 +100,33 @@ pub(super) unsafe fn tile<
         if tile.first_query >= tile.own.seq_q {
             return;
         }
-        // One page, as there is no table.
-        let pages = Pages::new(tables, dims, tile.batch);
+        let pages = if PAGED {
+            Pages { table: tables.page_table, first: tile.batch * dims.table_stride, first_row: 0 }
+        } else {
+            Pages::new(tables, dims, tile.batch)
+        };
         let k_at = |step: u32| q_at + rows * DIM * 2 + step % 2 * (KEYS * DIM * 2);
         let v_at = q_at + (rows + 2 * KEYS) * DIM * 2;
         let marks = v_at + KEYS * DIM_V * 2;
+        let pages_at = |step: u32| marks + THREADS / 32 * 4 + step % PREFILL_PAGE_STEPS * (KEYS / 4);
+        // Starts the copies of the numbers of a step's pages. Beyond the keys that are seen there are none to be read.
+        let find_pages = |thread: u32, step: u32| {
+            if thread < KEYS / 16 {
+                let key = step * KEYS + 16 * thread;
+                let bytes = if (key as i32) < tile.any.hi { 4 } else { 0 };
+                let from = pages.table.wrapping_add((pages.first + (key >> dims.page_log2)) as usize);
+                cp_async::ca_4_fill(pages_at(step) + 4 * thread, from, bytes);
+            }
+        };
+        // Opaque, or where the head's keys and values begin would be kept in registers.
+        let head = |step: u32| thread::opaque(tile.head_kv ^ step) ^ step;
         let copy_k = |share: Share, step: u32| {
+            if PAGED {
+                let k = k.wrapping_add(offset(0, 0, 0, 0, head(step), dims.k_head_stride));
+                let shape = [dims.k_batch_stride, dims.k_token_stride, dims.head_dim];
+                let at = [pages_at(step), k_at(step)];
+                return share.copy_pages::<T, DIM, KEYS>(k, shape, step * KEYS, tile.any, at, dims);
+            }
             let k = k.wrapping_add(offset(
                 pages.first,
                 dims.k_batch_stride,
@@ -197,6 +139,12 @@ pub(super) unsafe fn tile<
             share.copy::<T, DIM, KEYS>(k, shape, (step * KEYS) as i32, tile.any, k_at(step));
         };
         let copy_v = |share: Share, step: u32| {
+            if PAGED {
+                let v = v.wrapping_add(offset(0, 0, 0, 0, head(step), dims.v_head_stride));
+                let shape = [dims.v_batch_stride, dims.v_token_stride, dims.head_dim_v];
+                let at = [pages_at(step), v_at];
+                return share.copy_pages::<T, DIM_V, KEYS>(v, shape, step * KEYS, tile.any, at, dims);
+            }
             let v = v.wrapping_add(offset(
                 pages.first,
                 dims.v_batch_stride,
@@ -219,13 +167,28 @@ pub(super) unsafe fn tile<
         ));
         let shape = (dims.q_token_stride, dims.head_dim);
         let share = Share::new(thread::thread_idx_x());
+        let mut step = tile.end;
+        if PAGED {
+            if step > tile.first {
+                find_pages(thread::thread_idx_x(), step - 1);
+            }
+            if step > tile.first + 1 {
+                find_pages(thread::thread_idx_x(), step - 2);
+            }
+            cp_async::commit_group();
+        }
         let mut part = 0;
         while part < PARTS as u32 {
             let (first, to) = (tile.first_query + 64 * part, q_at + part * (64 * DIM * 2));
             share.copy::<T, DIM, 64>(from, shape, first as i32, queries, to);
             part += 1;
         }
-        let mut step = tile.end;
+        if PAGED {
+            // The pages are there; q may still come.
+            cp_async::commit_group();
+            cp_async::wait_group::<1>();
+            thread::sync_threads();
+        }
         if step > tile.first {
             copy_k(share, step - 1);
         }
@@ -250,6 +213,10 @@ pub(super) unsafe fn tile<
             cp_async::commit_group();
             if step > tile.first {
                 copy_k(share, step - 1);
+            }
+            if PAGED && step > tile.first + 1 {
+                // To a place whose last readers are two barriers behind.
+                find_pages(thread, step - 2);
             }
             cp_async::commit_group();
 
@@ -566,7 +533,7 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32, const MASKED: 
 
 macro_rules! prefill_mma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, PrefillMma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
-       parts: $parts:literal, blocks: $blocks:literal, masked: $masked:literal, split: $split:literal };)*) => {$(
+       parts: $parts:literal, blocks: $blocks:literal, masked: $masked:literal, split: $split:literal, paged: $paged:literal };)*) => {$(
         /// Entry point; see `prefill_mma` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -603,6 +570,7 @@ macro_rules! prefill_mma_entries {
                     { $keys / 4 },
                     $masked,
                     $split,
+                    $paged,
                 >(q, k, v, tables, out, lse, sinks, masks, &dims)
             }
         }

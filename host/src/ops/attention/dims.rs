@@ -41,6 +41,11 @@ impl Checked {
         Checked(AttentionDims { scores: ScoreDims { cap_in, cap_out, ..self.scores }, ..self.0 })
     }
 
+    /// Of so many sequences.
+    pub(super) fn of_sequences(self, sequences: u32) -> Self {
+        Checked(AttentionDims { batch: sequences, sequences, ..self.0 })
+    }
+
     /// With keys and values in one piece for each sequence, of these strides of sequences, tokens and heads.
     pub(super) fn gathered(self, k: [u32; 3], v: [u32; 3]) -> Self {
         let (

@@ -90,8 +90,17 @@ impl KeyParts {
     }
 }
 
+/// What a run is done with.
+pub(super) struct With<'a> {
+    pub(super) kernel: &'a Loaded,
+    pub(super) splits: Option<&'a Splits>,
+    /// With log2 of the parts, for a kernel whose blocks share keys.
+    pub(super) key_parts: Option<(&'a KeyParts, u32)>,
+    pub(super) counter: Option<&'a Workspace<1>>,
+}
+
 /// Where a kernel of many queries leaves its results.
-pub(super) struct Target<'a> {
+struct Target<'a> {
     out: TensorView<'a>,
     lse: Param<'a>,
     sinks: Param<'a>,
@@ -99,7 +108,7 @@ pub(super) struct Target<'a> {
 
 impl<'a> Target<'a> {
     /// Those of the run.
-    pub(super) fn of(args: &'a AttentionArgs<'_>) -> Self {
+    fn of(args: &'a AttentionArgs<'_>) -> Self {
         let AttentionArgs { out, lse, scores, .. } = args;
         Target { out: out.as_view(), lse: lse.as_ref().into(), sinks: scores.sinks.into() }
     }
@@ -113,8 +122,35 @@ impl AttentionArgs<'_> {
 }
 
 impl Planned {
+    /// Starts the kernels of a run, or of some of its sequences.
+    pub(super) fn attend(
+        &self,
+        stream: &Stream,
+        &With { kernel, splits, key_parts, counter }: &With<'_>,
+        args: &AttentionArgs<'_>,
+        dims: Checked,
+    ) -> Result<(), Error> {
+        // None where they are gathered.
+        let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
+        let tile = kernel.variant.tile;
+        if let Some(parts) = key_parts.filter(|_| tile.splits_keys()) {
+            return self.in_key_parts(stream, (kernel, counter), parts, args, dims, page_size);
+        }
+        match (tile, splits, counter) {
+            (tile, Some(splits), _) if tile.is_decode() => {
+                let launch = dims.for_decode(kernel, page_size, splits.many_pieces)?;
+                self.decode(stream, kernel, splits, args, &launch)
+            }
+            (AttentionTile::Wgmma { keys, .. }, _, Some(counter)) => {
+                let dims = dims.for_wgmma(tile, keys, page_size, self.device.profile().num_sms)?;
+                self.wgmma(stream, kernel, counter, args, &Target::of(args), &dims)
+            }
+            _ => prefill(stream, kernel, args, &Target::of(args), &dims.for_prefill(tile)),
+        }
+    }
+
     /// Runs a kernel that takes tensor maps.
-    pub(super) fn wgmma(
+    fn wgmma(
         &self,
         stream: &Stream,
         kernel: &Loaded,
@@ -156,7 +192,7 @@ impl Planned {
 
     /// Runs a kernel whose blocks share keys, in so many parts (log2) of which there is room for the results, then the
     /// one that combines these.
-    pub(super) fn in_key_parts(
+    fn in_key_parts(
         &self,
         stream: &Stream,
         (kernel, counter): (&Loaded, Option<&Workspace<1>>),
@@ -228,7 +264,7 @@ impl Planned {
     }
 
     /// Runs a kernel for few queries, then the merge.
-    pub(super) fn decode(
+    fn decode(
         &self,
         stream: &Stream,
         kernel: &Loaded,
@@ -302,7 +338,7 @@ impl Planned {
     }
 }
 
-pub(super) fn prefill(
+fn prefill(
     stream: &Stream,
     kernel: &Loaded,
     args: &AttentionArgs<'_>,

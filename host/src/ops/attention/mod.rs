@@ -26,7 +26,7 @@ use crate::tensor::{Tensor, TensorView, TensorViewMut, views};
 use checks::{check_problem, expect_aligned, in_keys, repeats};
 use dims::Checked;
 use gather::Gather;
-use launch::{KeyParts, Loaded, Splits, Target, prefill};
+use launch::{KeyParts, Loaded, Splits, With};
 
 pub use abi::ops::attention::{
     AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
@@ -255,9 +255,11 @@ pub struct Offsets<'a> {
 /// stream, nor outlive the plan. **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap
 /// each other. **Memory**: the decode kernels leave `head_dim_v` f32 for each query, head and 256 keys, for which the
 /// plan has memory; the kernels of many queries whose blocks share keys a tile of results for each multiprocessor.
-/// Heads wider than 256 have those kernels only, so plan them for few queries at a time. A plan whose kernels take keys
-/// neither from pages nor from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries
-/// on tensor cores the latter) has memory for all keys and values in q's type. **Errors**: [`Error::Invalid`] for a
+/// Heads wider than 256 have those kernels only, so plan them for few queries at a time. A plan for fp8 whose
+/// kernels do not take it (all but those of few queries on tensor cores) has memory for keys and values in q's type: of
+/// one planned sequence, or of as many as fit into 1 GiB and a 64th of the card's memory. A run brings those of so many
+/// sequences there and attends to them, then the next ones', with the same bits; fewer planned sequences or keys need
+/// less. **Errors**: [`Error::Invalid`] for a
 /// shape, stride, type or place that does not fit; never after work was enqueued that writes out or lse (keys that are
 /// gathered go into the plan's memory before). **Architectures**: the same kernels on all floors, for `head_dim` and
 /// `head_dim_v` up to 64, 128 and 256, and up to 576 and 512. For f16 and bf16 of head dims up to 256, and of 576 with
@@ -327,7 +329,7 @@ enum Backend {
         splits: Option<Box<Splits>>,
         /// What the kernels need besides whose blocks share keys, if there are any.
         key_parts: Option<Box<KeyParts>>,
-        /// What the kernels need besides that take keys from neither pages nor fp8, if there are any.
+        /// What the kernels need besides that take no keys in fp8, if those are and there are any such kernels.
         gather: Option<Box<Gather>>,
         /// The number from which blocks draw tiles, 0 between runs, if a kernel does that.
         tile_counter: Option<Box<Workspace<1>>>,
@@ -462,29 +464,17 @@ impl Rung for Planned {
                     ));
                 };
                 let dims = dims.capped(scores::cap(&self.problem, Some(variant.tile)));
-                let gather = gather.as_ref().filter(|_| select::gathers(variant, &self.problem));
-                let _alone = gather.map(|gather| gather.workspace.enter(stream)).transpose()?;
-                let args = args.reborrow();
-                let (args, dims) = match gather {
-                    Some(gather) => gather.run(stream, args, dims)?,
-                    None => (args, dims),
+                let with = With {
+                    kernel,
+                    splits: splits.as_deref(),
+                    key_parts: key_parts.as_deref().map(|parts| (parts, parts_log2)),
+                    counter: tile_counter.as_deref(),
                 };
-                let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
-                if let Some(parts) = key_parts.as_ref().filter(|_| variant.tile.splits_keys()) {
-                    let (kernel, parts) = ((kernel, tile_counter.as_deref()), (&**parts, parts_log2));
-                    return self.in_key_parts(stream, kernel, parts, &args, dims, page_size);
-                }
-                match (variant.tile, splits, tile_counter) {
-                    (tile, Some(splits), _) if tile.is_decode() => {
-                        let launch = dims.for_decode(kernel, page_size, splits.many_pieces)?;
-                        self.decode(stream, kernel, splits, &args, &launch)
+                match gather.as_ref().filter(|_| select::gathers(variant, &self.problem)) {
+                    Some(gather) => {
+                        gather.each(stream, args, dims, |args, dims| self.attend(stream, &with, args, dims))
                     }
-                    (AttentionTile::Wgmma { keys, .. }, _, Some(counter)) => {
-                        let num_sms = self.device.profile().num_sms;
-                        let dims = dims.for_wgmma(variant.tile, keys, page_size, num_sms)?;
-                        self.wgmma(stream, kernel, counter, &args, &Target::of(&args), &dims)
-                    }
-                    _ => prefill(stream, kernel, &args, &Target::of(&args), &dims.for_prefill(variant.tile)),
+                    None => self.attend(stream, &with, args, dims),
                 }
             }
         }
@@ -522,9 +512,17 @@ impl Rung for Planned {
         };
         match &self.backend {
             Backend::Cpu => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("tiles")),
-            Backend::Cuda { choice, kernels, .. } => {
+            Backend::Cuda { choice, kernels, gather, .. } => {
                 let tile = choice.variant.tile;
-                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
+                let gather = gather.as_ref().filter(|_| select::gathers(choice.variant, &self.problem));
+                let gathered = gather.map_or(String::new(), |gather| {
+                    format!(
+                        ", {} of {batch} sequences are gathered at a time",
+                        gather.room(seq_kv, heads_kv).min(batch)
+                    )
+                });
+                let why = format!("{}{gathered}", choice.why);
+                let cut = Cut { why, tile: format!("{tile:?}"), threads: tile.threads() };
                 let kernel = kernels.iter().find(|kernel| kernel.variant == choice.variant);
                 OptimizationReport::new(OP, &self.device, kernel.map(|kernel| &kernel.entry), work, cut)
             }

@@ -5,8 +5,8 @@ use std::fmt;
 use abi::DType;
 use abi::ops::attention::{
     AttentionTile, AttentionVariant, COMBINE_VARIANTS, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
-    DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS, GATHER_PAGES_VARIANTS, GATHER_VARIANTS,
-    MAX_KEY_PARTS_LOG2, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS, GATHER_VARIANTS, MAX_KEY_PARTS_LOG2,
+    PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 
 use super::{AttentionProblem, Mask, OP, scores};
@@ -43,6 +43,8 @@ impl AttentionChoice {
             let up_to = if variant.tile.is_latent() { "" } else { "up to " };
             let expected = if helps {
                 "a prefill or decode kernel".into()
+            } else if !has_form(variant, problem) {
+                format!("one for keys in {}", if takes_pages(problem) { "pages" } else { "one piece" })
             } else if variant.dtype_kv == variant.dtype {
                 format!("{} of head dims {up_to}{head_dim} and {head_dim_v}", variant.dtype)
             } else {
@@ -70,13 +72,12 @@ pub(super) fn merge(dtype: DType) -> Option<&'static AttentionVariant> {
 
 /// The kernel that brings keys and values to where all kernels take them from.
 pub(super) fn gather(problem: &AttentionProblem) -> Result<&'static AttentionVariant, Error> {
-    let variants = if problem.is_fp8() { GATHER_VARIANTS } else { GATHER_PAGES_VARIANTS };
-    variants.iter().find(|v| v.dtype == problem.dtype).ok_or_else(|| unsupported_dtype(problem))
+    GATHER_VARIANTS.iter().find(|v| v.dtype == problem.dtype).ok_or_else(|| unsupported_dtype(problem))
 }
 
-/// Whether a kernel takes keys and values only from there.
+/// Whether a kernel takes keys and values only from there: those in fp8, of which it knows nothing.
 pub(super) fn gathers(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
-    variant.dtype_kv != problem.dtype_kv || (problem.page_size.is_some() && !follows_pages(variant.tile))
+    variant.dtype_kv != problem.dtype_kv
 }
 
 /// The kernel that combines the results of parts of the keys.
@@ -89,7 +90,8 @@ pub(super) fn combine(problem: &AttentionProblem) -> Result<&'static AttentionVa
 pub(super) fn split(variant: &AttentionVariant) -> Option<&'static AttentionVariant> {
     let is_split = |other: &&AttentionVariant| {
         let heads = other.tile.max_head_dims() == variant.tile.max_head_dims();
-        other.tile.splits_keys() && heads && other.dtype == variant.dtype
+        let form = is_paged(other.tile) == is_paged(variant.tile);
+        other.tile.splits_keys() && heads && form && other.dtype == variant.dtype
     };
     match variant.tile {
         AttentionTile::Wgmma { split: false, .. } => WGMMA_VARIANTS.iter().find(is_split),
@@ -124,6 +126,7 @@ fn holds(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
     let (head_dim, head_dim_v) = variant.tile.max_head_dims();
     let (head_dim, head_dim_v) = (head_dim as usize, head_dim_v as usize);
     variant.dtype == problem.dtype
+        && has_form(variant, problem)
         && (variant.dtype_kv == problem.dtype_kv || variant.dtype_kv == problem.dtype)
         && problem.head_dim <= head_dim
         && problem.head_dim_v <= head_dim_v
@@ -137,9 +140,22 @@ fn needs_positive(tile: AttentionTile) -> bool {
     matches!(tile, AttentionTile::Wgmma { .. })
 }
 
-/// Whether a kernel finds keys by a table of pages.
-fn follows_pages(tile: AttentionTile) -> bool {
-    !matches!(tile, AttentionTile::PrefillMma { .. })
+/// Whether a kernel finds keys by a table of pages, of those that have a form for them and one for keys in one piece.
+fn is_paged(tile: AttentionTile) -> Option<bool> {
+    match tile {
+        AttentionTile::PrefillMma { paged, .. } => Some(paged),
+        _ => None,
+    }
+}
+
+/// Whether such a kernel of q's type gets pages: those of fp8 are gathered.
+fn takes_pages(problem: &AttentionProblem) -> bool {
+    problem.page_size.is_some() && !problem.is_fp8()
+}
+
+/// Whether a kernel is for keys that are where the problem has them.
+fn has_form(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
+    is_paged(variant.tile).is_none_or(|paged| paged == takes_pages(problem))
 }
 
 /// Whether the card has what a kernel needs, and the kernel can do the scale.
@@ -420,7 +436,8 @@ mod tests {
             (Arch::Sm80, fp8, None, 1, "attention_bf16_f8e4m3__decode_ring_d128_r8__sm80", false),
             (Arch::Sm80, fp8, Some(16), 16, "attention_bf16_f8e4m3__decode_ring_d128_r16__sm80", false),
             (Arch::Sm80, fp8, None, 17, "attention_bf16__prefill_d128__sm80", true),
-            (Arch::Sm80, DType::BF16, Some(16), 17, "attention_bf16__prefill_d128__sm80", true),
+            (Arch::Sm80, fp8, Some(16), 17, "attention_bf16__prefill_d128__sm80", true),
+            (Arch::Sm80, DType::BF16, Some(16), 17, "attention_bf16__prefill_paged_d128__sm80", false),
             (Arch::Sm80, DType::BF16, Some(16), 1, "attention_bf16__decode_ring_d128_r8__sm80", false),
             (Arch::Sm61, fp8, None, 1, "attention_bf16__decode_d128_r4__sm61", true),
             (Arch::Sm61, DType::BF16, Some(16), 17, "attention_bf16__prefill_d128__sm61", false),
@@ -429,6 +446,27 @@ mod tests {
             let problem = AttentionProblem { dtype_kv, page_size, ..problem(DType::BF16, 32, 8, 128) };
             let variant = select(&limits(floor), &problem, seq_q).unwrap().variant;
             assert_eq!((variant.entry, gathers(variant, &problem)), (entry, is_gathered));
+        }
+        let masked = Scores { bias: ScoreBias::Additive, ..Scores::PLAIN };
+        for (scores, entry) in [
+            (Scores::PLAIN, "attention_f16__prefill_paged_d64__sm80"),
+            (masked, "attention_f16__prefill_masked_paged_d64__sm80"),
+        ] {
+            let paged = AttentionProblem { page_size: Some(16), scores, ..problem(DType::F16, 32, 8, 64) };
+            let variant = select(&limits(Arch::Sm80), &paged, 17).unwrap().variant;
+            assert_eq!(variant.entry, entry);
+            let split = split(variant).map(|split| split.entry);
+            assert_eq!(
+                split,
+                (scores == Scores::PLAIN).then_some("attention_f16__prefill_split_paged_d64__sm80")
+            );
+            let apart = AttentionProblem { page_size: None, ..paged };
+            let error =
+                AttentionChoice::forced(&limits(Arch::Sm80), variant, &apart).unwrap_err().to_string();
+            assert!(error.contains("expected one for keys in one piece, got"), "{error}");
+            let plain = select(&limits(Arch::Sm80), &apart, 17).unwrap().variant;
+            let error = AttentionChoice::forced(&limits(Arch::Sm80), plain, &paged).unwrap_err().to_string();
+            assert!(error.contains("expected one for keys in pages, got"), "{error}");
         }
         let ring = &DECODE_RING_FP8_VARIANTS[0];
         assert_eq!(

@@ -132,17 +132,6 @@ macro_rules! attention_gather_table {
     };
 }
 
-/// The same for those that take them from pages.
-#[macro_export]
-macro_rules! attention_gather_pages_table {
-    ($callback:ident) => {
-        $callback! {
-            attention_f16__gather__sm80 => f16, F16, Gather {};
-            attention_bf16__gather__sm80 => bf16, BF16, Gather {};
-        }
-    };
-}
-
 /// The same for latent attention's. The second of a type is for cards with less shared memory.
 #[macro_export]
 macro_rules! attention_decode_latent_table {
@@ -178,29 +167,47 @@ macro_rules! attention_decode_latent_wgmma_table {
     };
 }
 
-/// The same for the kernels of many queries.
+/// The same for the kernels of many queries, which keys in one piece and those in pages have of their own.
 #[macro_export]
 macro_rules! attention_prefill_mma_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16__prefill_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
-            attention_f16__prefill_split_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true };
-            attention_f16__prefill_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
-            attention_f16__prefill_split_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 1, blocks: 2, masked: false, split: true };
-            attention_f16__prefill_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false };
-            attention_f16__prefill_split_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true };
-            attention_bf16__prefill_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
-            attention_bf16__prefill_split_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true };
-            attention_bf16__prefill_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
-            attention_bf16__prefill_split_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 1, blocks: 2, masked: false, split: true };
-            attention_bf16__prefill_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false };
-            attention_bf16__prefill_split_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true };
-            attention_f16__prefill_masked_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false };
-            attention_f16__prefill_masked_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false };
-            attention_f16__prefill_masked_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false };
-            attention_bf16__prefill_masked_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false };
-            attention_bf16__prefill_masked_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false };
-            attention_bf16__prefill_masked_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false };
+            attention_f16__prefill_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: false };
+            attention_f16__prefill_paged_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: true };
+            attention_f16__prefill_split_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true, paged: false };
+            attention_f16__prefill_split_paged_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true, paged: true };
+            attention_f16__prefill_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: false };
+            attention_f16__prefill_paged_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: true };
+            attention_f16__prefill_split_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 1, blocks: 2, masked: false, split: true, paged: false };
+            attention_f16__prefill_split_paged_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 1, blocks: 2, masked: false, split: true, paged: true };
+            attention_f16__prefill_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false, paged: false };
+            attention_f16__prefill_paged_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false, paged: true };
+            attention_f16__prefill_split_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true, paged: false };
+            attention_f16__prefill_split_paged_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true, paged: true };
+            attention_bf16__prefill_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: false };
+            attention_bf16__prefill_paged_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: true };
+            attention_bf16__prefill_split_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true, paged: false };
+            attention_bf16__prefill_split_paged_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true, paged: true };
+            attention_bf16__prefill_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: false };
+            attention_bf16__prefill_paged_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false, paged: true };
+            attention_bf16__prefill_split_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 1, blocks: 2, masked: false, split: true, paged: false };
+            attention_bf16__prefill_split_paged_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 1, blocks: 2, masked: false, split: true, paged: true };
+            attention_bf16__prefill_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false, paged: false };
+            attention_bf16__prefill_paged_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false, paged: true };
+            attention_bf16__prefill_split_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true, paged: false };
+            attention_bf16__prefill_split_paged_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true, paged: true };
+            attention_f16__prefill_masked_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false, paged: false };
+            attention_f16__prefill_masked_paged_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false, paged: true };
+            attention_f16__prefill_masked_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false, paged: false };
+            attention_f16__prefill_masked_paged_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false, paged: true };
+            attention_f16__prefill_masked_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false, paged: false };
+            attention_f16__prefill_masked_paged_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false, paged: true };
+            attention_bf16__prefill_masked_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false, paged: false };
+            attention_bf16__prefill_masked_paged_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false, paged: true };
+            attention_bf16__prefill_masked_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false, paged: false };
+            attention_bf16__prefill_masked_paged_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false, paged: true };
+            attention_bf16__prefill_masked_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false, paged: false };
+            attention_bf16__prefill_masked_paged_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false, paged: true };
         }
     };
 }
@@ -272,8 +279,6 @@ pub const DECODE_LATENT_WGMMA_VARIANTS: &[AttentionVariant] = attention_decode_l
 pub const DECODE_RING_FP8_VARIANTS: &[AttentionVariant] = attention_decode_ring_fp8_table!(sm80_fp8);
 /// The kernels that take k and v from fp8 to the type of q.
 pub const GATHER_VARIANTS: &[AttentionVariant] = attention_gather_table!(sm61_fp8);
-/// The kernels that take k and v from pages.
-pub const GATHER_PAGES_VARIANTS: &[AttentionVariant] = attention_gather_pages_table!(sm80);
 /// The kernels of many queries on tensor cores.
 pub const PREFILL_MMA_VARIANTS: &[AttentionVariant] = attention_prefill_mma_table!(sm80);
 /// The kernels that combine the results of parts of the keys.

@@ -25,6 +25,8 @@ pub const MAX_KEY_PARTS_LOG2: u32 = 5;
 pub const GATHER_THREADS: u32 = 256;
 /// Keys of a block of the gather kernels: all of one page.
 pub const GATHER_KEYS: u32 = 16;
+/// Steps whose pages a paged `PrefillMma` tile has in shared memory, a number for every 16 keys of each.
+pub const PREFILL_PAGE_STEPS: u32 = 4;
 /// Rows of a thread of the prefill kernels.
 pub const PREFILL_THREAD_ROWS: u32 = 4;
 
@@ -56,6 +58,8 @@ pub enum AttentionTile {
         masked: bool,
         /// Whether several blocks share the keys of a tile, and leave a result each: `Combine` comes behind it.
         split: bool,
+        /// Whether it is for keys and values in pages, or for those in one piece.
+        paged: bool,
     },
     /// A block does rows of all the heads that share a key head, against [`SPLIT_KEYS`] keys, and leaves an unfinished
     /// result for the merge.
@@ -92,8 +96,8 @@ pub enum AttentionTile {
     Merge {},
     /// A thread combines 8 columns of the results that a row has of the parts of its keys.
     Combine {},
-    /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take
-    /// them from.
+    /// A block takes [`GATHER_KEYS`] keys of a sequence from fp8, in one piece or in a page, to where the other kernels
+    /// take them from.
     Gather {},
     /// Hopper: persistent blocks of a warpgroup that loads and `consumers` that do 64 queries of one head each.
     Wgmma {
@@ -259,16 +263,17 @@ impl AttentionTile {
     /// Shared memory of a block in bytes.
     ///
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark
-    /// per warp. Decode: the weights of the split, which the four warps' partial results take the place of, then two
-    /// f32 per warp and row. DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be.
-    /// DecodeLatent: the ring, the parts of a step's scores, the weights, an f32 per row. DecodeLatentWgmma: steps of
-    /// keys, tiles of q, steps' weights and notes, then numbers and barriers. Wgmma: the places of q, the result unless
-    /// it takes q's place, the stages of k and v.
+    /// per warp, pages. Decode: the weights of the split, which the four warps' partial results take the place of, then
+    /// two f32 per warp and row. DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need
+    /// be. DecodeLatent: the ring, the parts of a step's scores, the weights, an f32 per row. DecodeLatentWgmma: steps
+    /// of keys, tiles of q, steps' weights and notes, then numbers and barriers. Wgmma: the places of q, the result
+    /// unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
-            AttentionTile::PrefillMma { dim, dim_v, keys, .. } => {
-                ((self.rows() + 2 * keys) * dim + keys * dim_v) * 2 + THREADS / 32 * 4
+            AttentionTile::PrefillMma { dim, dim_v, keys, paged, .. } => {
+                let pages = if paged { PREFILL_PAGE_STEPS * keys / 16 * 4 } else { 0 };
+                ((self.rows() + 2 * keys) * dim + keys * dim_v) * 2 + THREADS / 32 * 4 + pages
             }
             AttentionTile::Decode { dim_v, rows, .. } => {
                 decode_results_bytes(dim_v, rows) + 2 * (THREADS / 32) * rows * 4
