@@ -289,7 +289,7 @@ proptest! {
 /// Gated products: few rows, some without, of any layout and size of values.
 fn gated() -> impl Strategy<Value = Case> {
     let activations = [Activation::Silu, Activation::GeluTanh, Activation::GeluErf];
-    (case(), prop::collection::vec(0usize..4, 1..8), prop::sample::select(&activations[..])).prop_map(
+    (case(), prop::collection::vec(0usize..4, 1..8), prop::sample::select(activations.to_vec())).prop_map(
         |(case, groups, activation)| {
             let (rows, experts, from) = (groups.iter().sum(), groups.len(), GroupedRows::Sorted);
             let problem =
