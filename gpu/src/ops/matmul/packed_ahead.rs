@@ -195,7 +195,7 @@ unsafe fn multiply<C, T, const TILES: usize, const GROUP: u32>(
         thread::sync_threads();
         let is_pair = end.is_gated();
         if finishes && !(is_pair && member % 2 != 0) {
-            let at = base + (member / TILE_ROWS << dims.split_log2) * SUMS_BYTES + member % TILE_ROWS * 4;
+            let at = base + ((member / TILE_ROWS) << dims.split_log2) * SUMS_BYTES + member % TILE_ROWS * 4;
             let total = |at: u32| {
                 let mut total = shared::load_f32(at);
                 let mut part = 1;

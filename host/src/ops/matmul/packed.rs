@@ -40,6 +40,8 @@ pub(crate) const FEW_MAX_ROWS_E6M9: usize = 2;
 const STRIPE_BYTES: usize = 24 << 20;
 /// Blocks of the kernel of one row that a multiprocessor holds.
 const AHEAD_BLOCKS_PER_SM: usize = 4;
+/// Tiles of a warp that are on their way before the wait.
+const AHEAD_TILES: usize = 8;
 /// Warps of a multiprocessor that share columns' k until all of them have work.
 const WARPS_PER_SM: usize = 16;
 
@@ -131,9 +133,14 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
 
 /// The kernel of one row that reads the weight ahead: where its blocks are all there at once.
 fn ahead(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -> Option<&'static PackedVariant> {
-    let cols = (TILE_ROWS * WARPS) as usize >> split_log2(limits, problem.b_rows(), problem.k);
-    let most = AHEAD_BLOCKS_PER_SM * limits.num_sms.max(1) as usize;
-    let pays = !limits.is_invariant() && problem.b_rows().div_ceil(cols) <= most;
+    let split_log2 = split_log2(limits, problem.b_rows(), problem.k);
+    let blocks = problem.b_rows().div_ceil((TILE_ROWS * WARPS) as usize >> split_log2);
+    let num_sms = limits.num_sms.max(1) as usize;
+    // Where blocks are few and a warp has many tiles, the other kernel has more of them on their way.
+    let is_short = problem.k.div_ceil(TILE_K as usize) <= AHEAD_TILES << split_log2;
+    let pays = !limits.is_invariant()
+        && blocks <= AHEAD_BLOCKS_PER_SM * num_sms
+        && (problem.norm.is_some() || is_short || 2 * blocks >= 3 * num_sms);
     // Of several the one of the longest groups.
     let group = |variant: &&PackedVariant| match variant.tile {
         PackedTile::Ahead { group, .. } => group,
@@ -537,6 +544,7 @@ impl Dense {
 
 #[cfg(test)]
 mod tests {
+    use crate::ops::rmsnorm::NormWeight;
     use abi::weight::ScaleType;
 
     use super::*;
@@ -588,6 +596,12 @@ mod tests {
             let chosen = chosen.filter(|_| choices.dense_from.is_none()).map(|choice| choice.variant);
             let chosen = choices.ahead.filter(|_| rows == 1).or(chosen).map(|variant| variant.entry);
             assert_eq!(chosen, entry, "{layout:?} {rows} × {n}");
+        }
+        // Few columns of long k are read ahead only for a norm's sake.
+        let norm = Some(crate::ops::matmul::RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+        for (k, norm, is_ahead) in [(4096, None, true), (6144, None, false), (6144, norm, true)] {
+            let problem = MatmulProblem { norm, ..MatmulProblem::new(1, 2560, k, DType::BF16) };
+            assert_eq!(select(&hopper, &problem, &INT4).ahead.is_some(), is_ahead, "{k} {norm:?}");
         }
     }
 }
