@@ -170,7 +170,7 @@ pub fn heat_map(title: &str, cells: &[((String, String), f64)], file: &Path) -> 
 }
 
 /// Colours of operators, in the order in which they are met.
-const COLOURS: [RGBColor; 8] = [
+const COLOURS: [RGBColor; 12] = [
     RGBColor(0x1f, 0x77, 0xb4),
     RGBColor(0xff, 0x7f, 0x0e),
     RGBColor(0x2c, 0xa0, 0x2c),
@@ -179,6 +179,10 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(0x8c, 0x56, 0x4b),
     RGBColor(0xe3, 0x77, 0xc2),
     RGBColor(0x17, 0xbe, 0xcf),
+    RGBColor(0xbc, 0xbd, 0x22),
+    RGBColor(0x7f, 0x7f, 0x7f),
+    RGBColor(0x39, 0x3b, 0x79),
+    RGBColor(0x63, 0x79, 0x39),
 ];
 
 /// A step's launches one after the other: as wide as they took, as high as their rate of bytes, so that areas are

@@ -21,10 +21,9 @@ pub(super) struct Launch {
 impl Launch {
     /// The operator: what the kernel's name begins with, up to a type.
     pub(super) fn op(&self) -> &str {
-        let end = ["_f32", "_f16", "_bf16", "_u32", "_any"]
-            .iter()
-            .filter_map(|dtype| self.kernel.find(dtype))
-            .min();
+        const ENDS: [&str; 10] =
+            ["_f32", "_f16", "_bf16", "_u32", "_b128", "_b64", "_b32", "_b16", "_b8", "__"];
+        let end = ENDS.iter().filter_map(|end| self.kernel.find(end)).min();
         &self.kernel[..end.unwrap_or(self.kernel.len())]
     }
 }
@@ -110,10 +109,10 @@ some line of the program, with a comma
 \"ID\",\"Kernel Name\",\"Metric Name\",\"Metric Unit\",\"Metric Value\"
 \"0\",\"matmul_bf16__gemv__sm80\",\"dram__bytes.sum\",\"byte\",\"5\"
 \"0\",\"matmul_bf16__gemv__sm80\",\"gpu__time_duration.sum\",\"ns\",\"7\"
-\"1\",\"embedding_bf16__row__sm61\",\"dram__bytes.sum\",\"byte\",\"1,024\"
-\"1\",\"embedding_bf16__row__sm61\",\"gpu__time_duration.sum\",\"ns\",\"2,000.5\"
+\"1\",\"embedding_b128__row__sm61\",\"dram__bytes.sum\",\"byte\",\"1,024\"
+\"1\",\"embedding_b128__row__sm61\",\"gpu__time_duration.sum\",\"ns\",\"2,000.5\"
 \"2\",\"rmsnorm_bf16__one__sm61\",\"gpu__time_duration.sum\",\"ns\",\"3\"
-\"3\",\"embedding_bf16__row__sm61\",\"gpu__time_duration.sum\",\"ns\",\"4\"
+\"3\",\"embedding_b128__row__sm61\",\"gpu__time_duration.sum\",\"ns\",\"4\"
 ";
 
     #[test]
