@@ -207,13 +207,13 @@ const TOGETHER: u32 = 8;
 ///
 /// # Safety
 /// - *converged*: all threads of a block of `32 · SORT_TOKENS`, behind a barrier after which the experts of all pairs
-///   are at `chosen`, and behind them ids of none; `offsets` holds `own_experts + 1` numbers, `order` and `positions` one
-///   for each pair — checked in `MoeRouter::run`.
+///   are at `chosen`, and behind them ids of none; `offsets` holds `own_experts + 1` numbers, `order` and `positions`
+///   one for each pair — checked in `MoeRouter::run`.
 #[inline(always)]
 unsafe fn sort(chosen: u32, offsets: *mut u32, order: *mut u32, positions: *mut u32, dims: &MoeRouterDims) {
     let pairs = dims.tokens * dims.top_k;
-    // SAFETY: words up to a multiple of `TOGETHER` behind the pairs, which are no expert's; places below `pairs`, each of
-    // one pair; experts up to `own_experts`.
+    // SAFETY: words up to a multiple of `TOGETHER` behind the pairs, which are no expert's; places below `pairs`, each
+    // of one pair; experts up to `own_experts`.
     unsafe {
         // Of an expert below the first the difference wraps: it is none of those here.
         let bin_of = |expert: u32| expert.wrapping_sub(dims.first_expert).min(dims.own_experts);

@@ -336,8 +336,8 @@ impl Operator for MoeRouter {
     fn launch(run: &Run<'_, Self>, dims: MoeRouterDims, args: &MoeRouterArgs<'_>) -> Result<(), Error> {
         let MoeRouterArgs { logits, bias, ids, weights, sorted } = args;
         let launch = |stage: MoeRouterStage, grid: u32, params: &[Param<'_>]| {
-            // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has a
-            // warp for every token and shared memory for its keys, and one block where pairs are sorted.
+            // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has
+            // a warp for every token and shared memory for its keys, and one block where pairs are sorted.
             unsafe { run.kernels.launch(run.stream, [grid, 1, 1], [32 * stage.warps(), 1, 1], params) }
         };
         let [logits, bias, ids, weights] = [(*logits).into(), (*bias).into(), ids.into(), weights.into()];
