@@ -361,7 +361,7 @@ proptest! {
         for device in &on.devices() {
             check_gated(device, &case, None)?;
             let few = |v: &&GroupedMatmulVariant| {
-                matches!(v.tile, GroupedMatmulTile::Gemv { .. } | GroupedMatmulTile::Stream { .. })
+                matches!(v.tile, GroupedMatmulTile::Gemv { .. } | GroupedMatmulTile::Stream { rows: 8, .. })
             };
             let can = |v: &&GroupedMatmulVariant| device.limits().is_some() && runs(device, v.floor);
             for variant in variants(&case).filter(few).filter(can) {

@@ -11,8 +11,8 @@
 //! | fp8 | many, of packed fp8 weights, where rows may be fp8, on sm_90a | tiles of 128 × 128 in turn: `matmul::fp8` |
 //! | packed | few, of packed weights; and to unpack them | up to 64 rows of an expert by some columns: `packed` |
 //!
-//! `Gemv` and `Stream` also make gated linear units: of a weight with rows of the gate above those of up they read one
-//! of either in turn, as the products of one weight do ([`Epilogue`]).
+//! `Gemv` and `Stream` of 8 rows also make gated linear units: of a weight with rows of the gate above those of up they
+//! read one of either in turn, as the products of one weight do ([`Epilogue`]).
 //!
 //! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the
 //! others.
@@ -299,6 +299,8 @@ unsafe fn streamed<
     dims: &GroupedMatmulDims,
     how: &MatmulEpilogue,
 ) {
+    // Those of 16 rows have no registers for a gate on Ampere.
+    let how = if ROWS == 8 { how } else { &PLAIN };
     // SAFETY: as in `tile`.
     unsafe {
         let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };

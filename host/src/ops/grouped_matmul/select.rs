@@ -35,6 +35,9 @@ const RUNGS: [(usize, u32); 6] = [(1, 1), (2, 2), (4, 4), (2 * 16, 8), (2 * 256,
 /// three and a half of 64 × 64, so it pays when most experts fill more than half of it.
 const TENSOR_RUNGS: [(usize, u32); 4] = [(1, 8), (2 * 16, 16), (2 * 64, 64), (usize::MAX, 128)];
 
+/// The same of gated products, which kernels of 16 rows have no registers for.
+const GATED_RUNGS: [(usize, u32); 1] = [(2 * 16, 8)];
+
 /// The only one under [`Invariance::Batch`](crate::Invariance::Batch); Hopper's own kernel has one size.
 const INVARIANT_RUNG: [(usize, u32); 1] = [(usize::MAX, 64)];
 
@@ -82,7 +85,7 @@ impl GroupedMatmulChoice {
 
 /// Whether a kernel can do what becomes of the sums.
 fn gates(tile: GroupedMatmulTile, problem: &GroupedMatmulProblem) -> bool {
-    let few = matches!(tile, GroupedMatmulTile::Gemv { .. } | GroupedMatmulTile::Stream { .. });
+    let few = matches!(tile, GroupedMatmulTile::Gemv { .. } | GroupedMatmulTile::Stream { rows: 8, .. });
     few || problem.gate.is_none()
 }
 
@@ -113,7 +116,8 @@ pub(super) fn tensor(
     } else if limits.floor.has(Need::Wgmma) {
         ladder(limits, problem, &[(HOPPER_FEW_ROWS, 8), (usize::MAX, 128)], &[WGMMA_VARIANTS, MMA_VARIANTS])
     } else {
-        ladder(limits, problem, &by_average(&TENSOR_RUNGS, problem), &[MMA_VARIANTS])
+        let rungs = if problem.gate.is_some() { &GATED_RUNGS[..] } else { &TENSOR_RUNGS };
+        ladder(limits, problem, &by_average(rungs, problem), &[MMA_VARIANTS])
     }
 }
 
