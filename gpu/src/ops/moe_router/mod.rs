@@ -1,8 +1,8 @@
 //! Router of a mixture of experts: scores, choice and weights of a token's experts.
 //!
 //! Work split: a warp per token, four to a block; eight where the block sorts the pairs too, of all tokens that there
-//! are. Lane l has the experts l, l + 32, …, whose order it keeps as integer
-//! keys in shared memory (`abi::ops::sampling::key`), one more than the key, so that 0 says *not to be chosen*:
+//! are. Lane l has the experts l, l + 32, …, whose order it keeps as integer keys in shared memory
+//! (`abi::ops::sampling::key`), one more than the key, so that 0 says *not to be chosen*:
 //!
 //! ```text
 //! logits  | e0 | e1 | … | e31 | e32 | …           lane 0: e0, e32, …
@@ -33,16 +33,16 @@ const SIDE_BY_SIDE: usize = 8;
 /// The same of exponentials, which have more instructions.
 const POWERS: usize = 4;
 
-/// The largest key of the warp, and its index, the lowest of equals.
+/// The index of the largest key of the warp, the lowest of equals.
 ///
 /// # Safety
 /// - *converged*: all 32 lanes execute it.
 #[inline(always)]
-unsafe fn best((key, index): (u32, u32)) -> (u32, u32) {
+unsafe fn best((key, index): (u32, u32)) -> u32 {
     // SAFETY: all lanes take part — the caller.
     unsafe {
         let largest = max_u32(key);
-        (largest, !max_u32(if key == largest { !index } else { 0 }))
+        !max_u32(if key == largest { !index } else { 0 })
     }
 }
 
@@ -167,7 +167,7 @@ unsafe fn route<T: Element>(
         let mut j = 0;
         while j < dims.top_k {
             // There is one: the groups that are left have top_k experts — MoeRouter::plan.
-            let expert = best(candidate).1;
+            let expert = best(candidate);
             chosen = if lane == j { expert } else { chosen };
             if expert & 31 == lane {
                 shared::store_u32(at(expert), 0);
@@ -279,7 +279,7 @@ unsafe fn drop_groups(dims: &MoeRouterDims, at: impl Fn(u32) -> u32, value: impl
         let mut kept = 0u32;
         let mut i = 0;
         while i < dims.top_groups {
-            let group = best(candidate).1;
+            let group = best(candidate);
             kept |= 1 << (group & 31);
             if group == lane {
                 candidate = (0, u32::MAX);
