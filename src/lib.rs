@@ -33,7 +33,7 @@
 //!
 //! | operator | what |
 //! |---|---|
-//! | [`attention`](ops::attention) | prompts and decode, GQA, windows, masks, paged and fp8 caches, latent attention |
+//! | [`attention`](ops::attention) | prompts, decode, GQA, MLA, windows, masks, paged and fp8 caches |
 //! | [`attention_merge`](ops::attention_merge) | shared prefixes |
 //! | [`causal_conv1d`](ops::causal_conv1d) | convolution over time |
 //! | [`copy`](ops::copy) | strided copy and cast |
@@ -43,17 +43,18 @@
 //! | [`glu`](ops::glu) | SwiGLU, GEGLU, activations |
 //! | [`grouped_matmul`](ops::grouped_matmul) | rows times experts' weights, packed too |
 //! | [`kv_append`](ops::kv_append) | rows to a cache |
+//! | [`latent_append`](ops::latent_append) | norm, rope, append of MLA |
 //! | [`layernorm`](ops::layernorm) | layer norm, residual |
-//! | [`matmul`](ops::matmul) | `act(scale · a · bᵀ + bias) + residual`; b also 4- and 8-bit integers, fp8, fp4 |
+//! | [`matmul`](ops::matmul) | `act(scale · a · bᵀ + bias) + residual`; b also int4, int8, fp8, fp4 |
 //! | [`matmul_i8`](ops::matmul_i8) | int8 times int8 |
 //! | [`moe_combine`](ops::moe_combine) | weighted sums of experts |
 //! | [`moe_permute`](ops::moe_permute) | pairs by expert |
 //! | [`moe_router`](ops::moe_router) | experts of each token |
-//! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rope and append in one pass |
+//! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rope, append in one pass |
 //! | [`quantize_weight`](ops::quantize_weight) | weights to int4, fp8, … |
 //! | [`rmsnorm`](ops::rmsnorm) | RMS norm, residual, gate |
 //! | [`rope`](ops::rope) | rotary embedding |
-//! | [`sampling`](ops::sampling) | each row its own: greedy, top-k, top-p, min-p, penalties, masks, log-probabilities |
+//! | [`sampling`](ops::sampling) | by row: greedy, top-k, top-p, min-p, penalties, masks, log-probabilities |
 //! | [`scatter_rows`](ops::scatter_rows) | rows to places |
 //! | [`transpose`](ops::transpose) | transpose |
 //!

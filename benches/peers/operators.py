@@ -522,6 +522,53 @@ def kv_append(case, shape):
     )
 
 
+def latent_append(case, shape):
+    dtype, eps, tokens = DTYPES[case["dtype"]], shape["eps"], shape["tokens"]
+    heads, latent, rotary, first = shape["heads"], shape["latent"], shape["rope"], 5
+    half = rotary // 2
+
+    def inputs(generator):
+        device = generator.device
+        q = normal(generator, tokens, heads, rotary, dtype=dtype)
+        x = normal(generator, tokens, latent + rotary, dtype=dtype)
+        weight = normal(generator, latent, dtype=dtype)
+        positions = torch.arange(first, first + tokens, device=device)
+        frequency = 1e6 ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+        angles = torch.arange(first + tokens, device=device, dtype=torch.float64)[:, None] * frequency
+        cache = torch.zeros(tokens, latent + rotary, dtype=dtype, device=device)
+        # Backwards, so that the slots matter.
+        slots = torch.arange(tokens - 1, -1, -1, device=device)
+        return q, x, weight, positions, angles.cos().float(), angles.sin().float(), slots, cache
+
+    def rotate(x, cos, sin):
+        a, b = x[..., 0::2].float(), x[..., 1::2].float()
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(dtype)
+
+    def run(q, x, weight, positions, cos, sin, slots, cache):
+        cos, sin = cos[positions], sin[positions]
+        normed = F.rms_norm(x[:, :latent], (latent,), weight, eps)
+        cache.index_copy_(0, slots, torch.cat([normed, rotate(x[:, latent:], cos, sin)], -1))
+        return rotate(q, cos[:, None], sin[:, None]), cache
+
+    def expected(q, x, weight, positions, cos, sin, slots, cache):
+        # The first token, by complex numbers, unlike `run`.
+        row = x[0].double()
+        normed = row[:latent] * torch.rsqrt(row[:latent].pow(2).mean() + eps) * weight.double()
+        angle = torch.complex(cos[first].double(), sin[first].double())
+
+        def turned(part):
+            pairs = torch.view_as_complex(part.double().reshape(half, 2).contiguous())
+            return torch.view_as_real(pairs * angle).flatten()
+
+        return torch.cat([turned(q[0, 0]), normed, turned(row[latent:])]).float()
+
+    def sample(result):
+        q, cache = result
+        return torch.cat([q[0, 0], cache[-1]])
+
+    return Operator(inputs, expected, both(run, "torch eager"), sample=sample)
+
+
 def layernorm(case, shape):
     dtype, eps, cols = DTYPES[case["dtype"]], shape["eps"], shape["cols"]
     adds = shape["residual"] == "add"
@@ -1097,6 +1144,7 @@ OPERATORS = {
         glu,
         grouped_matmul,
         kv_append,
+        latent_append,
         layernorm,
         matmul,
         matmul_fp8,

@@ -3,6 +3,7 @@
 pub mod activation;
 pub mod packed;
 pub mod reduce;
+pub mod rotation;
 pub mod scan;
 pub mod sequences;
 pub mod softmax;

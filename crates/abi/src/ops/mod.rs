@@ -33,6 +33,7 @@ macro_rules! for_each_operator {
                 QUANTISE_VARIANTS
             ];
             kv_append "kv_append" [VARIANTS];
+            latent_append "latent_append" [VARIANTS];
             layernorm "layernorm" [VARIANTS];
             matmul "matmul" [
                 VARIANTS AHEAD_VARIANTS MMA_VARIANTS STREAM_VARIANTS WGMMA_VARIANTS PACKED_VARIANTS PACKED_MMA_VARIANTS

@@ -19,7 +19,9 @@
 
 use abi::ops::rope::{BLOCK_PIECES_LOG2, HEADS_PER_THREAD, RopeDims, RopeStyle};
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{global, kernel, math, thread};
+use cuda_std::{global, kernel, thread};
+
+use crate::tile::rotation::{load_angles, rotate};
 
 const HEADS: usize = HEADS_PER_THREAD as usize;
 
@@ -73,39 +75,6 @@ impl Place {
     fn out(&self, head: u32, dims: &RopeDims) -> usize {
         self.out + head as usize * dims.out_head_stride as usize
     }
-}
-
-/// The pair (a, b) rotated by the angle of `cos` and `sin`, in f32.
-#[inline(always)]
-fn rotate(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
-    (math::fma(a, cos, -(b * sin)), math::fma(b, cos, a * sin))
-}
-
-/// `N` = 2, 4 or 8 table entries.
-///
-/// # Safety
-/// - *in-bounds*, and *aligned(16)* for `N` of 4 and 8 — checked in `Rope::run`.
-#[inline(always)]
-unsafe fn load_angles<const N: usize>(table: *const f32) -> [f32; 8] {
-    let mut angles = [0.0; 8];
-    // SAFETY: the caller's promise.
-    unsafe {
-        if N == 2 {
-            angles[0] = global::load(table);
-            angles[1] = global::load(table.add(1));
-        } else {
-            let mut i = 0;
-            while i < N {
-                let four = global::load_nc_x4(table.add(i));
-                angles[i] = f32::from_bits(four[0]);
-                angles[i + 1] = f32::from_bits(four[1]);
-                angles[i + 2] = f32::from_bits(four[2]);
-                angles[i + 3] = f32::from_bits(four[3]);
-                i += 4;
-            }
-        }
-    }
-    angles
 }
 
 /// Copies one piece of each head of the group: the part of a head that is not rotated.

@@ -40,15 +40,21 @@ fn tokens<T: FloatElement>(problem: &RopeProblem, args: &mut RopeArgs<'_>) {
             if let Some((x, token_stride, head_stride)) = x {
                 out.copy_from_slice(&x[token * token_stride + head * head_stride..][..head_dim]);
             }
-            for i in 0..pairs {
-                let (first, second) = match style {
-                    RopeStyle::HalfSplit => (i, i + pairs),
-                    RopeStyle::Interleaved => (2 * i, 2 * i + 1),
-                };
-                let (a, b) = (out[first].to_f32(), out[second].to_f32());
-                out[first] = T::from_f32(a * cos[i] - b * sin[i]);
-                out[second] = T::from_f32(b * cos[i] + a * sin[i]);
-            }
+            rotate(out, (cos, sin), style);
         }
     });
+}
+
+/// Rotates a head by the angle of each of its pairs.
+pub(crate) fn rotate<T: FloatElement>(head: &mut [T], (cos, sin): (&[f32], &[f32]), style: RopeStyle) {
+    let pairs = cos.len();
+    for (i, (cos, sin)) in std::iter::zip(cos, sin).enumerate() {
+        let (first, second) = match style {
+            RopeStyle::HalfSplit => (i, i + pairs),
+            RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+        };
+        let (a, b) = (head[first].to_f32(), head[second].to_f32());
+        head[first] = T::from_f32(a * cos - b * sin);
+        head[second] = T::from_f32(b * cos + a * sin);
+    }
 }

@@ -1,7 +1,7 @@
 //! Rotary position embedding of heads: [`Rope`].
 
 mod cases;
-mod cpu;
+pub(crate) mod cpu;
 pub mod reference;
 mod select;
 mod tables;
