@@ -39,9 +39,10 @@
 //! | [`copy`](ops::copy) | strided copy and cast |
 //! | [`embedding`](ops::embedding) | rows of a table |
 //! | [`embedding_bag`](ops::embedding_bag) | weighted sums of rows |
-//! | [`gated_delta`](ops::gated_delta) | the gated delta rule |
+//! | [`fused_moe`](ops::fused_moe) | experts of few tokens |
+//! | [`gated_delta`](ops::gated_delta) | gated delta rule |
 //! | [`glu`](ops::glu) | SwiGLU, GEGLU, activations |
-//! | [`grouped_matmul`](ops::grouped_matmul) | rows times experts' weights, packed too |
+//! | [`grouped_matmul`](ops::grouped_matmul) | rows times experts' weights |
 //! | [`kv_append`](ops::kv_append) | rows to a cache |
 //! | [`latent_append`](ops::latent_append) | norm, rope, append of MLA |
 //! | [`layernorm`](ops::layernorm) | layer norm, residual |
@@ -49,12 +50,12 @@
 //! | [`matmul_i8`](ops::matmul_i8) | int8 times int8 |
 //! | [`moe_combine`](ops::moe_combine) | weighted sums of experts |
 //! | [`moe_permute`](ops::moe_permute) | pairs by expert |
-//! | [`moe_router`](ops::moe_router) | experts of each token |
-//! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rope, append in one pass |
+//! | [`moe_router`](ops::moe_router) | experts of a token |
+//! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rope, append |
 //! | [`quantize_weight`](ops::quantize_weight) | weights to int4, fp8, … |
 //! | [`rmsnorm`](ops::rmsnorm) | RMS norm, residual, gate |
 //! | [`rope`](ops::rope) | rotary embedding |
-//! | [`sampling`](ops::sampling) | by row: greedy, top-k, top-p, min-p, penalties, masks, log-probabilities |
+//! | [`sampling`](ops::sampling) | greedy, top-k, top-p, min-p, penalties, masks, log-probabilities |
 //! | [`scatter_rows`](ops::scatter_rows) | rows to places |
 //! | [`transpose`](ops::transpose) | transpose |
 //!

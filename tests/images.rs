@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 
+use abi::ops::matmul::AHEAD_VARIANTS;
 use testkit::ptx::{Assembler, Entry, KernelResources, count_instructions, entries};
 #[cfg(not(feature = "sm100"))]
 use testkit::ptx::{assemble_for, find_ptxas};
@@ -105,7 +106,7 @@ fn constants_are_loaded_ahead() {
         }
     }
     let images = IMAGES.iter().filter(|image| image.family == "matmul" && image.arch == Arch::Sm90a);
-    assert_eq!(found, 2 * images.count());
+    assert_eq!(found, AHEAD_VARIANTS.len() * images.count());
 }
 
 /// Registers alone: a call is a panic path or a function that was not inlined.

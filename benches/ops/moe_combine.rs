@@ -28,7 +28,7 @@ pub fn bench(bencher: &mut Bencher) {
 
 fn time(bencher: &mut Bencher, case: &MoeCombineCase) -> Result<(), Failure> {
     let &MoeCombineCase { tokens, top_k, cols, shared, .. } = case;
-    let plan = MoeCombine::plan(&bencher.device, MoeCombineProblem { tokens, top_k, cols, dtype: DTYPE })?;
+    let plan = MoeCombine::plan(&bencher.device, MoeCombineProblem::new(tokens, top_k, cols, DTYPE))?;
     let report = plan.report();
     let (has_shared, has_gate) = (shared != SharedTerm::None, shared == SharedTerm::Gated);
     let rows = usize::from(has_shared) * tokens * cols;
@@ -82,6 +82,7 @@ fn time(bencher: &mut Bencher, case: &MoeCombineCase) -> Result<(), Failure> {
             positions: &positions,
             shared: shared.as_deref(),
             gate: gate.as_deref(),
+            residual: None,
         };
         let want = reference::moe_combine::<f64>(1, &terms, |v| v);
         expect_close(DTYPE, &first_row(&set.out, stream)?, &want)

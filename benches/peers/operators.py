@@ -790,6 +790,43 @@ def moe_combine(case, shape):
     return Operator(inputs, expected, both(run, "torch eager"))
 
 
+def fused_moe(case, shape):
+    dtype, tokens, top_k, experts = DTYPES[case["dtype"]], shape["tokens"], shape["top_k"], shape["experts"]
+    hidden, inner, has_shared = shape["hidden"], shape["inner"], shape["shared"]
+
+    def inputs(generator):
+        x = normal(generator, tokens, hidden, dtype=dtype)
+        # Experts of a token differ.
+        ids = torch.stack(
+            [torch.randperm(experts, generator=generator, device=generator.device)[:top_k] for _ in range(tokens)]
+        )
+        weights = normal(generator, tokens, top_k, dtype=torch.float32)
+        gate_up = normal(generator, experts, 2 * inner, hidden, dtype=dtype)
+        down = normal(generator, experts, hidden, inner, dtype=dtype)
+        shared = [normal(generator, 2 * inner, hidden, dtype=dtype), normal(generator, hidden, inner, dtype=dtype)]
+        return x, ids, weights, gate_up, down, shared if has_shared else None
+
+    def run(x, ids, weights, gate_up, down, shared):
+        # The rows of each pair by its own expert's weights.
+        gates = torch.einsum("th,tjih->tji", x, gate_up[ids])
+        activated = F.silu(gates[..., :inner]) * gates[..., inner:]
+        out = (torch.einsum("tji,tjhi->tjh", activated, down[ids]).float() * weights[..., None]).sum(1)
+        if shared is not None:
+            gates = F.linear(x, shared[0])
+            out = out + F.linear(F.silu(gates[:, :inner]) * gates[:, inner:], shared[1])
+        return out.to(dtype)
+
+    def expected(x, ids, weights, gate_up, down, shared):
+        shared = None if shared is None else [tensor.float() for tensor in shared]
+        x, weights = x[:1].float(), weights[:1]
+        # The first token's experts alone, in f32.
+        own = ids[0]
+        numbers = torch.arange(top_k, device=ids.device)[None]
+        return run(x, numbers, weights, gate_up[own].float(), down[own].float(), shared).float()
+
+    return Operator(inputs, expected, both(run, "torch eager"))
+
+
 def moe_permute(case, shape):
     tokens, top_k, experts = shape["tokens"], shape["top_k"], shape["experts"]
 
@@ -1140,6 +1177,7 @@ OPERATORS = {
         copy,
         embedding,
         embedding_bag,
+        fused_moe,
         gated_delta,
         glu,
         grouped_matmul,

@@ -171,6 +171,7 @@ fn formula<A: Real>(case: &Case, inputs: &Inputs, store: impl Fn(A) -> A) -> Vec
         positions,
         shared: None,
         gate: None,
+        residual: None,
     };
     moe_combine::reference::moe_combine(tokens, &terms, store)
 }
@@ -240,7 +241,7 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
         gate: None,
         out: out.view_mut(),
     };
-    MoeCombine::plan(device, MoeCombineProblem { tokens, top_k, cols: hidden, dtype })?.run(stream, args)?;
+    MoeCombine::plan(device, MoeCombineProblem::new(tokens, top_k, hidden, dtype))?.run(stream, args)?;
     out.to_f32_vec(stream)
 }
 

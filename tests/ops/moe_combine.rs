@@ -4,6 +4,7 @@ use abi::ops::moe_combine::{MoeCombineVariant, VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Rng, Values, any_values, dims, dims_from, stride_padding};
+use warpforge::ops::Store;
 use warpforge::ops::moe_combine::reference::{self, Terms};
 use warpforge::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem, SharedTerm};
 use warpforge::ops::moe_permute::NO_POSITION;
@@ -38,8 +39,13 @@ fn layout() -> impl Strategy<Value = Layout> {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let problem = (floats(), dims(&[8], 30), 0usize..12, dims_from(1, &[8, 64, 256], 700))
-        .prop_map(|(dtype, tokens, top_k, cols)| MoeCombineProblem { tokens, top_k, cols, dtype });
+    let stores = prop_oneof![Just(Store::Replace), Just(Store::Add)];
+    let problem = (floats(), dims(&[8], 30), 0usize..12, dims_from(1, &[8, 64, 256], 700), stores).prop_map(
+        |(dtype, tokens, top_k, cols, store)| MoeCombineProblem {
+            store,
+            ..MoeCombineProblem::new(tokens, top_k, cols, dtype)
+        },
+    );
     let shared = prop_oneof![Just(SharedTerm::None), Just(SharedTerm::Plain), Just(SharedTerm::Gated)];
     // The same layout for all half of the time: otherwise the path by pieces of 16 bytes is rare.
     let layouts = prop_oneof![
@@ -66,11 +72,12 @@ struct Inputs {
     positions: Vec<u32>,
     shared: Option<Vec<f64>>,
     gate: Option<Vec<f64>>,
+    residual: Option<Vec<f64>>,
 }
 
 impl Inputs {
     fn of(case: &Case) -> Self {
-        let MoeCombineProblem { tokens, top_k, cols, dtype } = case.problem;
+        let MoeCombineProblem { tokens, top_k, cols, dtype, store } = case.problem;
         let (pairs, mut rng) = (tokens * top_k, Rng::new(case.seed ^ 9));
         let values = |dtype, n, salt: u64| values(case.kind, dtype, n, case.seed ^ salt);
         // Each row once, and some nowhere, of which some are next to y.
@@ -97,6 +104,7 @@ impl Inputs {
             positions,
             shared: (case.shared != SharedTerm::None).then(|| values(dtype, tokens * cols, 3)),
             gate: is_gated.then(|| values(DType::F32, tokens, 4)),
+            residual: (store == Store::Add).then(|| values(dtype, tokens * cols, 5)),
         }
     }
 
@@ -110,6 +118,7 @@ impl Inputs {
             positions: &self.positions,
             shared: of.shared.as_deref(),
             gate: self.gate.as_deref(),
+            residual: of.residual.as_deref(),
         }
     }
 
@@ -121,6 +130,7 @@ impl Inputs {
             positions: Vec::new(),
             shared: self.shared.as_deref().map(absolute),
             gate: None,
+            residual: self.residual.as_deref().map(absolute),
         }
     }
 }
@@ -130,7 +140,7 @@ fn run(
     case: &Case,
     variant: Option<&'static MoeCombineVariant>,
 ) -> Result<(), TestCaseError> {
-    let MoeCombineProblem { tokens, top_k, cols, dtype } = case.problem;
+    let MoeCombineProblem { tokens, top_k, cols, dtype, .. } = case.problem;
     let inputs = Inputs::of(case);
     let got = sum(device, case, variant, &inputs)?;
     let terms = inputs.terms(&case.problem, None);
@@ -149,7 +159,7 @@ fn sum(
     variant: Option<&'static MoeCombineVariant>,
     inputs: &Inputs,
 ) -> Result<Vec<f64>, TestCaseError> {
-    let MoeCombineProblem { tokens, top_k, cols, dtype } = case.problem;
+    let MoeCombineProblem { tokens, top_k, cols, dtype, .. } = case.problem;
     let stream = device.stream().map_err(fail)?;
     let plan = match variant {
         None => MoeCombine::plan(device, case.problem),
@@ -168,7 +178,11 @@ fn sum(
     let weights: Vec<f32> = inputs.weights.iter().map(|&weight| weight as f32).collect();
     let weights = Tensor::from_slice(&stream, &pairs, &weights).map_err(fail)?;
     let positions = Tensor::from_slice(&stream, &pairs, &inputs.positions).map_err(fail)?;
-    let mut out = Rows::output(&stream, dtype, tokens, cols, case.out_layout).map_err(fail)?;
+    let out = match &inputs.residual {
+        Some(residual) => rows(dtype, residual, cols, case.out_layout),
+        None => Rows::output(&stream, dtype, tokens, cols, case.out_layout),
+    };
+    let mut out = out.map_err(fail)?;
     let args = MoeCombineArgs {
         y: y.view(),
         weights: weights.view(),
@@ -231,7 +245,7 @@ proptest! {
 #[test]
 fn bad_input() -> Result<(), Error> {
     let dtype = DType::BF16;
-    let problem = MoeCombineProblem { tokens: 4, top_k: 2, cols: 8, dtype };
+    let problem = MoeCombineProblem::new(4, 2, 8, dtype);
     for device in &devices() {
         let stream = device.stream()?;
         let plan = MoeCombine::plan(device, problem)?;

@@ -15,13 +15,12 @@
 use abi::ops::matmul::{
     AHEAD_MAX_NORMED, AHEAD_SUMS_BYTES, MatmulDims, MatmulNorm, NEXT_MAY_START, THREADS, WARPS,
 };
-use abi::range;
 use cuda_std::cvt::Element;
-use cuda_std::{cp_async, global, grid, math, shared, thread, warp};
+use cuda_std::{cp_async, global, grid, shared, thread};
 
 use super::few_rows_simt::{finish_sums, multiply_pieces};
 use super::operand::{Operand, Sum};
-use crate::tile::reduce::block_sum_f32;
+use crate::tile::row_norm::{for_pieces, norm_row};
 
 /// Loads `UNROLL` pieces of each column, `stride` apart; those that are not there are zero.
 ///
@@ -74,16 +73,6 @@ impl<T: Operand + Element> Row<'_, T> {
         Self::row_at(AHEAD_MAX_NORMED / T::PER_PIECE + piece)
     }
 
-    /// Calls `body` with each piece that is this thread's.
-    #[inline(always)]
-    fn for_pieces(num_pieces: u32, mut body: impl FnMut(u32)) {
-        let mut piece = thread::thread_idx_x();
-        while piece < num_pieces {
-            body(piece);
-            piece += THREADS;
-        }
-    }
-
     /// Starts the copies of the gains, each thread those of its pieces; none if there is no norm.
     ///
     /// # Safety
@@ -92,7 +81,7 @@ impl<T: Operand + Element> Row<'_, T> {
     #[inline(always)]
     pub unsafe fn start_gains(&self, num_pieces: u32) {
         if !self.gain.is_null() {
-            Self::for_pieces(num_pieces, |piece| {
+            for_pieces::<THREADS>(num_pieces, |piece| {
                 let from = self.gain.wrapping_add((piece * T::PER_PIECE) as usize);
                 // SAFETY: a piece that there is — the caller.
                 unsafe { cp_async::cg_16(Self::gain_at(piece), from) };
@@ -112,64 +101,17 @@ impl<T: Operand + Element> Row<'_, T> {
         // SAFETY: pieces that there are; a thread reads what it has copied itself, but for the sums, which have
         // barriers between — the caller.
         unsafe {
-            Self::for_pieces(num_pieces, |piece| {
+            for_pieces::<THREADS>(num_pieces, |piece| {
                 cp_async::cg_16(Self::row_at(piece), self.a.wrapping_add((piece * T::PER_PIECE) as usize));
             });
             let given = meanwhile();
             cp_async::wait_all();
             if !self.gain.is_null() {
-                self.norm_pieces(num_pieces);
+                let gain = |piece| shared::load_u32x4(Self::gain_at(piece));
+                norm_row::<T, THREADS>(Self::row_at(0), num_pieces, gain, self.norm);
             }
             thread::sync_threads();
             given
-        }
-    }
-
-    /// Norms the row in shared memory, each thread its pieces.
-    ///
-    /// # Safety
-    /// - *converged*: all threads of the block; each has its pieces of the row and of the gains there.
-    #[inline(always)]
-    unsafe fn norm_pieces(&self, num_pieces: u32) {
-        let MatmulNorm { eps, inv_cols, offset } = *self.norm;
-        let square_of_pieces = |factor: f32| {
-            let mut square = 0.0;
-            Self::for_pieces(num_pieces, |piece| {
-                let mut values = [0.0; 8];
-                // SAFETY: this thread's own — the caller.
-                T::unpack(unsafe { shared::load_u32x4(Self::row_at(piece)) }, &mut values);
-                let mut j = 0;
-                while j < 8 {
-                    let value = values[j] * factor;
-                    square = math::fma(value, value, square);
-                    j += 1;
-                }
-            });
-            square
-        };
-        // SAFETY: all threads take part, with a barrier between the two sums, and what they read and write of the row
-        // is their own — the caller.
-        unsafe {
-            let mut mean = math::fma(block_sum_f32(square_of_pieces(1.0)), inv_cols, eps);
-            let factor = range::factor(mean);
-            // The same for all threads, as is the mean; by a vote, so that the compiler knows it of the warp.
-            if warp::any(warp::FULL_MASK, factor != 1.0) {
-                thread::sync_threads();
-                let square = square_of_pieces(factor);
-                mean = math::fma(block_sum_f32(square), inv_cols, range::epsilon(eps, factor));
-            }
-            let scale = math::rsqrt(mean);
-            Self::for_pieces(num_pieces, |piece| {
-                let (mut values, mut gains) = ([0.0; 8], [0.0; 8]);
-                T::unpack(shared::load_u32x4(Self::row_at(piece)), &mut values);
-                T::unpack(shared::load_u32x4(Self::gain_at(piece)), &mut gains);
-                let mut j = 0;
-                while j < 8 {
-                    values[j] = values[j] * factor * scale * (gains[j] + offset);
-                    j += 1;
-                }
-                shared::store_u32x4(Self::row_at(piece), T::pack(&values));
-            });
         }
     }
 }

@@ -85,7 +85,7 @@ unsafe fn add_pieces<
 
 /// Adds the products of one piece of each row.
 #[inline(always)]
-pub(super) fn multiply_pieces<T: Operand, const ROWS: usize, const COLS: usize, const SUMS: usize>(
+pub fn multiply_pieces<T: Operand, const ROWS: usize, const COLS: usize, const SUMS: usize>(
     x: &[[u32; 4]; ROWS],
     y: &[[u32; 4]; COLS],
     sums: &mut [T::Sum; SUMS],
@@ -159,7 +159,7 @@ unsafe fn add_element<T: Operand, const ROWS: usize, const COLS: usize, const SU
 /// # Safety
 /// - *converged*: all 32 lanes.
 #[inline(always)]
-unsafe fn sum_over_lanes<S: Sum, const SUMS: usize>(mut sums: [S; SUMS]) -> S {
+pub unsafe fn sum_over_lanes<S: Sum, const SUMS: usize>(mut sums: [S; SUMS]) -> S {
     let lane = thread::lane();
     let (mut width, mut step) = (SUMS, 16);
     // SAFETY: all lanes take part — the caller.

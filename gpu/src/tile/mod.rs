@@ -4,6 +4,7 @@ pub mod activation;
 pub mod packed;
 pub mod reduce;
 pub mod rotation;
+pub mod row_norm;
 pub mod scan;
 pub mod sequences;
 pub mod softmax;

@@ -396,7 +396,9 @@ macro_rules! matmul_ahead_table {
     ($callback:ident) => {
         $callback! {
             matmul_f16__ahead__sm90a => f16, f16, F16, F16, Sm90a, Ahead { cols: 2, unroll: 4 };
+            matmul_f16_f32__ahead__sm90a => f16, f32, F16, F32, Sm90a, Ahead { cols: 2, unroll: 4 };
             matmul_bf16__ahead__sm90a => bf16, bf16, BF16, BF16, Sm90a, Ahead { cols: 2, unroll: 4 };
+            matmul_bf16_f32__ahead__sm90a => bf16, f32, BF16, F32, Sm90a, Ahead { cols: 2, unroll: 4 };
         }
     };
 }

@@ -20,9 +20,11 @@ pub struct MoeCombineDims {
     pub gate_stride: u32,
     /// From one row of out to the next.
     pub out_stride: u32,
+    /// 1 if the sum is added to what out holds.
+    pub adds: u32,
 }
 
-const _: () = assert!(size_of::<MoeCombineDims>() == 40);
+const _: () = assert!(size_of::<MoeCombineDims>() == 44);
 impl crate::Params for MoeCombineDims {}
 
 /// Threads of a block.

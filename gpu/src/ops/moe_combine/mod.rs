@@ -1,4 +1,4 @@
-//! Weighted sum of experts' results: `out[t] = Σ_j w[t, j] · y[pos[t, j]] (+ shared[t])`.
+//! Weighted sum of experts' results: `out[t] = Σ_j w[t, j] · y[pos[t, j]] (+ shared[t]) (+ out[t])`.
 //!
 //! Work split: a thread per piece of 16 bytes of out, dealt by `abi::RowTiles`, so rows of any length fill the blocks:
 //!
@@ -29,7 +29,8 @@ struct Inputs<T> {
     gate: *const f32,
 }
 
-/// Sum of a token's results at `offset` of the row; `PER` elements, those that `load` gives.
+/// Sum of a token's results at `offset` of the row; `PER` elements, those that `load` gives. Those of `out`, the row's
+/// place there, come last, if the sum is added to them.
 ///
 /// # Safety
 /// - The row is below the number of rows and `offset` inside it; tensors *in-bounds* for `dims` — MoeCombine::run.
@@ -40,6 +41,7 @@ unsafe fn sum<T: Element>(
     token: usize,
     offset: usize,
     per: usize,
+    out: *const T,
     load: impl Fn(*const T) -> [f32; 8],
 ) -> [f32; 8] {
     let mut sums = [0.0; 8];
@@ -80,6 +82,9 @@ unsafe fn sum<T: Element>(
             let values = load(inputs.shared.add(token * dims.shared_stride as usize + offset));
             add::<8>(&mut sums, weight, &values, per);
         }
+        if dims.adds != 0 {
+            add::<8>(&mut sums, 1.0, &load(out), per);
+        }
     }
     sums
 }
@@ -109,12 +114,13 @@ unsafe fn by_piece<T: Element>(inputs: &Inputs<T>, out: *mut T, dims: &MoeCombin
     let (row, offset) = (row as usize, piece as usize * T::PER_16_BYTES);
     // SAFETY: row and piece are inside the tensors.
     unsafe {
-        let sums = sum(inputs, dims, row, offset, T::PER_16_BYTES, |from| {
+        let out = out.add(row * dims.out_stride as usize + offset);
+        let sums = sum(inputs, dims, row, offset, T::PER_16_BYTES, out, |from| {
             let mut values = [0.0; 8];
-            T::unpack(global::load_nc_x4(from), &mut values);
+            T::unpack(global::load_x4(from), &mut values);
             values
         });
-        global::store_x4(out.add(row * dims.out_stride as usize + offset), T::pack(&sums));
+        global::store_x4(out, T::pack(&sums));
     }
 }
 
@@ -131,12 +137,13 @@ unsafe fn by_element<T: Element>(inputs: &Inputs<T>, out: *mut T, dims: &MoeComb
     let (row, col) = (row as usize, col as usize);
     // SAFETY: row and col are inside the tensors.
     unsafe {
-        let sums = sum(inputs, dims, row, col, 1, |from| {
+        let out = out.add(row * dims.out_stride as usize + col);
+        let sums = sum(inputs, dims, row, col, 1, out, |from| {
             let mut values = [0.0; 8];
             values[0] = global::load(from).to_f32();
             values
         });
-        global::store(out.add(row * dims.out_stride as usize + col), T::from_f32(sums[0]));
+        global::store(out, T::from_f32(sums[0]));
     }
 }
 

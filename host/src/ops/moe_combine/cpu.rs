@@ -8,6 +8,7 @@ use abi::ops::moe_combine::MoeCombineDims;
 use half::{bf16, f16};
 
 use super::{MoeCombineArgs, MoeCombineProblem};
+use crate::ops::Store;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
@@ -56,7 +57,7 @@ fn tokens<T: FloatElement>(problem: MoeCombineProblem, dims: &MoeCombineDims, ar
             // SAFETY: the rows of a view that is written do not overlap.
             let out = unsafe { out.part(token * dims.out_stride as usize, cols) };
             for (out, &sum) in std::iter::zip(out, &*sums) {
-                *out = T::from_f32(sum);
+                *out = T::from_f32(if problem.store == Store::Add { sum + out.to_f32() } else { sum });
             }
         });
     });

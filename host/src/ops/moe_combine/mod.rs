@@ -11,7 +11,7 @@ use abi::{DType, RowTiles};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::kernel::{Work, count};
-use crate::ops::check_blocks;
+use crate::ops::{Store, check_blocks};
 use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -32,12 +32,14 @@ pub struct MoeCombineProblem {
     pub cols: usize,
     /// Type of the results and out.
     pub dtype: DType,
+    /// What becomes of what out holds.
+    pub store: Store,
 }
 
 impl MoeCombineProblem {
-    /// With what it must have, which is all there is so far.
+    /// With what it must have. The other fields do nothing: `store: Store::Replace`.
     pub fn new(tokens: usize, top_k: usize, cols: usize, dtype: DType) -> Self {
-        MoeCombineProblem { tokens, top_k, cols, dtype }
+        MoeCombineProblem { tokens, top_k, cols, dtype, store: Store::Replace }
     }
 }
 
@@ -73,12 +75,12 @@ impl<'a> MoeCombineArgs<'a> {
 /// Sums the results of each token's experts by weight, and adds the shared expert's.
 ///
 /// `out[t] = Σ_j weights[t, j] · y[positions[t, j]] + sigmoid(gate[t]) · shared[t]`, without the last term or its gate
-/// where there is none. An empty sum is 0.
+/// where there is none; or the same added to out. An empty sum is 0.
 ///
-/// **Arithmetic**: f32, in the order of j, the shared expert last; out is rounded once. Where the sizes of the terms
-/// add up to more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from run to run; a token's
-/// result depends on its own rows alone. **Aliasing**: out may not overlap the other tensors. **Errors**:
-/// [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Arithmetic**: f32, in the order of j, then the shared expert, what out holds last; out is rounded once. Where the
+/// sizes of the terms add up to more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from
+/// run to run; a token's result depends on its own rows alone. **Aliasing**: out may not overlap the other tensors.
+/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors. **Source**: Shazeer et al., *Outrageously Large Neural Networks*
 /// (2017), equation 1.
 #[derive(Debug)]
@@ -101,7 +103,7 @@ impl Operator for MoeCombine {
     type Kernels = Pair;
 
     fn check_problem(problem: &MoeCombineProblem) -> Result<(), Error> {
-        let MoeCombineProblem { tokens, top_k, cols, dtype } = *problem;
+        let MoeCombineProblem { tokens, top_k, cols, dtype, .. } = *problem;
         let pairs = tokens.saturating_mul(top_k);
         check_floats(OP, dtype, &[("tokens", tokens), ("cols", cols), ("number of pairs", pairs)])
     }
@@ -128,7 +130,7 @@ impl Operator for MoeCombine {
         args: &MoeCombineArgs<'_>,
     ) -> Result<MoeCombineDims, Error> {
         let MoeCombineArgs { y, weights, positions, shared, gate, out } = args;
-        let MoeCombineProblem { tokens: most, top_k, cols, dtype } = *problem;
+        let MoeCombineProblem { tokens: most, top_k, cols, dtype, store } = *problem;
         let [out_stride] = at.rows("out", out.as_view(), dtype, &[None, Some(cols)])?;
         let len = out.shape()[0];
         let tokens = at.planned("out", "tokens", len, most)?;
@@ -151,6 +153,7 @@ impl Operator for MoeCombine {
             shared_stride,
             gate_stride,
             out_stride,
+            adds: (store == Store::Add).into(),
         })
     }
 
@@ -181,7 +184,7 @@ impl Operator for MoeCombine {
     }
 
     fn work(problem: &MoeCombineProblem) -> Work {
-        let MoeCombineProblem { tokens, top_k, cols, dtype } = *problem;
+        let MoeCombineProblem { tokens, top_k, cols, dtype, .. } = *problem;
         let [tokens, top_k, cols, bytes] = [tokens, top_k, cols, dtype.bytes()].map(count);
         Work {
             problem: format!("[{tokens}, {cols}] {dtype} of {top_k} experts"),

@@ -19,11 +19,13 @@ pub struct Terms<'a> {
     pub shared: Option<&'a [f64]>,
     /// A number for each token.
     pub gate: Option<&'a [f64]>,
+    /// What is added.
+    pub residual: Option<&'a [f64]>,
 }
 
 /// The rows of out. `store` is the rounding of a value that is stored: the identity for the specification.
 pub fn moe_combine<A: Real>(tokens: usize, terms: &Terms<'_>, store: impl Fn(A) -> A) -> Vec<f64> {
-    let &Terms { top_k, cols, y, weights, positions, shared, gate } = terms;
+    let &Terms { top_k, cols, y, weights, positions, shared, gate, residual } = terms;
     let mut out = Vec::with_capacity(tokens * cols);
     for token in 0..tokens {
         for col in 0..cols {
@@ -37,6 +39,9 @@ pub fn moe_combine<A: Real>(tokens: usize, terms: &Terms<'_>, store: impl Fn(A) 
                 let gate =
                     gate.map_or(A::one(), |gate| A::one() / (A::one() + (-A::real(gate[token])).exp()));
                 sum = sum + gate * A::real(shared[token * cols + col]);
+            }
+            if let Some(residual) = residual {
+                sum = sum + A::real(residual[token * cols + col]);
             }
             out.push(store(sum).to_real());
         }

@@ -58,7 +58,7 @@ mod tests {
             (DType::F32, 12, "moe_combine_f32__pieces__sm61"),
         ];
         for (dtype, cols, entry) in table {
-            let problem = MoeCombineProblem { tokens: 1, top_k: 2, cols, dtype };
+            let problem = MoeCombineProblem::new(1, 2, cols, dtype);
             assert_eq!(select(&limits, &problem).unwrap().variant.entry, entry);
         }
     }

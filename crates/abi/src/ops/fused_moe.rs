@@ -1,0 +1,128 @@
+//! Experts of few tokens, from the router's choice to their weighted sum: parameters and entry points.
+
+use super::matmul::Curve;
+use crate::DType;
+
+/// Sizes and strides of both launches, in elements.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FusedMoeDims {
+    /// Experts of a token, without the shared one.
+    pub top_k: u32,
+    /// Experts of a token, with the shared one; at least 1.
+    pub slots: u32,
+    /// Experts that there are: a number beyond them is left out.
+    pub experts: u32,
+    /// Elements of a row of x and of out.
+    pub hidden: u32,
+    /// Elements between the two products.
+    pub inner: u32,
+    /// From one row of x to the next.
+    pub x_stride: u32,
+    /// From one expert's gate and up to the next one's.
+    pub gate_up_expert_stride: u32,
+    /// From one row of an expert's gate and up to the next.
+    pub gate_up_stride: u32,
+    /// From one expert's down to the next one's.
+    pub down_expert_stride: u32,
+    /// From one row of an expert's down to the next.
+    pub down_stride: u32,
+    /// From one row of the shared expert's gate and up to the next.
+    pub shared_gate_up_stride: u32,
+    /// From one row of the shared expert's down to the next.
+    pub shared_down_stride: u32,
+    /// From one token's gate of the shared expert to the next.
+    pub gate_stride: u32,
+    /// From one row between the products to the next.
+    pub activated_stride: u32,
+    /// From one row of out to the next.
+    pub out_stride: u32,
+    /// 1 if the sum is added to what out holds.
+    pub adds: u32,
+    /// The activation of the gate.
+    pub curve: Curve,
+}
+
+const _: () = assert!(size_of::<FusedMoeDims>() == 64 + size_of::<Curve>());
+impl crate::Params for FusedMoeDims {}
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+/// Warps of a block, each with columns of its own.
+pub const WARPS: u32 = THREADS / 32;
+/// Blocks that a multiprocessor shall hold.
+pub const BLOCKS_PER_SM: u32 = 3;
+/// Bytes of shared memory in front of the rows: sums of the warps, or the slots.
+pub const HEAD_BYTES: u32 = 512;
+/// Most experts of a token, with the shared one: [`SLOT_BYTES`] each in the head.
+pub const MAX_SLOTS: u32 = HEAD_BYTES / SLOT_BYTES;
+/// Bytes of a slot in the head: its expert, and what its result is multiplied by.
+pub const SLOT_BYTES: u32 = 8;
+/// Most bytes of the rows that a block holds: one of x, or those between the products of a token.
+pub const MAX_ROW_BYTES: u32 = (48 << 10) - HEAD_BYTES;
+
+/// What a kernel makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FusedMoeStage {
+    /// The norm of x, and each expert's activated gate times up.
+    Up,
+    /// Each expert's down, and their weighted sum.
+    Down,
+}
+
+/// How rows are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FusedMoeTile {
+    /// In pieces of 16 bytes.
+    Pieces,
+    /// Element by element: any size and alignment.
+    Elements,
+}
+
+/// One kernel of the operator.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct FusedMoeVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of all matrices.
+    pub dtype: DType,
+    /// What it makes.
+    pub stage: FusedMoeStage,
+    /// How rows are read.
+    pub tile: FusedMoeTile,
+}
+
+/// Hands every row of the table to the macro `$callback`.
+#[macro_export]
+macro_rules! fused_moe_table {
+    ($callback:path) => {
+        $callback! {
+            fused_moe_f32__up__sm61 => f32, F32, Up, Pieces;
+            fused_moe_f32__down__sm61 => f32, F32, Down, Pieces;
+            fused_moe_f32__upelements__sm61 => f32, F32, Up, Elements;
+            fused_moe_f32__downelements__sm61 => f32, F32, Down, Elements;
+            fused_moe_f16__up__sm61 => f16, F16, Up, Pieces;
+            fused_moe_f16__down__sm61 => f16, F16, Down, Pieces;
+            fused_moe_f16__upelements__sm61 => f16, F16, Up, Elements;
+            fused_moe_f16__downelements__sm61 => f16, F16, Down, Elements;
+            fused_moe_bf16__up__sm61 => bf16, BF16, Up, Pieces;
+            fused_moe_bf16__down__sm61 => bf16, BF16, Down, Pieces;
+            fused_moe_bf16__upelements__sm61 => bf16, BF16, Up, Elements;
+            fused_moe_bf16__downelements__sm61 => bf16, BF16, Down, Elements;
+        }
+    };
+}
+
+macro_rules! variants {
+    ($($entry:ident => $type:ident, $dtype:ident, $stage:ident, $tile:ident;)*) => {
+        /// Every kernel of the operator.
+        pub const VARIANTS: &[FusedMoeVariant] = &[$(FusedMoeVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            stage: FusedMoeStage::$stage,
+            tile: FusedMoeTile::$tile,
+        }),*];
+    };
+}
+fused_moe_table!(variants);

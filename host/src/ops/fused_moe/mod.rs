@@ -1,0 +1,411 @@
+//! Experts of few tokens, from the router's choice to their weighted sum: [`FusedMoe`].
+
+mod cases;
+mod cpu;
+pub mod reference;
+mod select;
+
+use abi::DType;
+use abi::ops::fused_moe::{FusedMoeDims, HEAD_BYTES, MAX_ROW_BYTES, MAX_SLOTS, THREADS, WARPS};
+use abi::ops::glu::Activation;
+use abi::ops::matmul::MatmulNorm;
+
+use crate::device::{Device, DeviceLimits};
+use crate::error::Error;
+use crate::kernel::{Work, count};
+use crate::launch::Entry;
+use crate::ops::Store;
+use crate::ops::matmul::{RowNorm, curve};
+use crate::ops::workspace::Workspace;
+use crate::plan::{self, Check, Choice, Operator, Plan, Run, check_eps, check_floats, planned};
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+pub use abi::ops::fused_moe::{FusedMoeStage, FusedMoeTile, FusedMoeVariant, VARIANTS};
+pub use cases::{CASES, FusedMoeCase, samples};
+pub use select::select;
+
+const OP: &str = "fused_moe";
+
+/// What is to be computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FusedMoeProblem {
+    /// Most tokens of a run.
+    pub tokens: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Experts that there are.
+    pub experts: usize,
+    /// Elements of a row of x and of out.
+    pub hidden: usize,
+    /// Elements of an expert's gate, and of up.
+    pub inner: usize,
+    /// Type of all matrices.
+    pub dtype: DType,
+    /// Activation of the gate: SiLU or a GELU.
+    pub activation: Activation,
+    /// Whether there is an expert that all tokens have, of the same sizes.
+    pub shared: bool,
+    /// The norm of x; none if it is taken as it is.
+    pub norm: Option<RowNorm>,
+    /// What becomes of what out holds.
+    pub store: Store,
+}
+
+impl FusedMoeProblem {
+    /// With what it must have. The other fields do nothing: `activation: Activation::Silu`, `shared: false`, `norm:
+    /// None`, `store: Store::Replace`.
+    pub fn new(
+        tokens: usize,
+        [top_k, experts]: [usize; 2],
+        [hidden, inner]: [usize; 2],
+        dtype: DType,
+    ) -> Self {
+        FusedMoeProblem {
+            tokens,
+            top_k,
+            experts,
+            hidden,
+            inner,
+            dtype,
+            activation: Activation::Silu,
+            shared: false,
+            norm: None,
+            store: Store::Replace,
+        }
+    }
+
+    /// Experts of a token with the shared one.
+    fn slots(&self) -> usize {
+        self.top_k.saturating_add(self.shared.into())
+    }
+
+    /// From one row between the products to the next.
+    fn activated_stride(&self) -> usize {
+        self.inner.next_multiple_of(16 / self.dtype.bytes())
+    }
+}
+
+/// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
+#[derive(Debug)]
+pub struct FusedMoeArgs<'a> {
+    /// `[tokens, hidden]`; none: the rows that out holds.
+    pub x: Option<TensorView<'a>>,
+    /// `[hidden]`, the gain of the norm; there if a norm was planned.
+    pub gain: Option<TensorView<'a>>,
+    /// `[tokens, top_k]` u32, contiguous; an expert beyond those that there are is left out.
+    pub ids: TensorView<'a>,
+    /// `[tokens, top_k]` f32, contiguous.
+    pub weights: TensorView<'a>,
+    /// `[experts, 2 inner, hidden]`: the rows of each gate above those of up.
+    pub gate_up: TensorView<'a>,
+    /// `[experts, hidden, inner]`.
+    pub down: TensorView<'a>,
+    /// `[2 inner, hidden]`: gate and up of the shared expert; there if one was planned.
+    pub shared_gate_up: Option<TensorView<'a>>,
+    /// `[hidden, inner]`; there if a shared expert was planned.
+    pub shared_down: Option<TensorView<'a>>,
+    /// `[tokens, 1]` f32, rows of any stride: the logit of the shared expert's gate; none: the gate is 1.
+    pub gate: Option<TensorView<'a>>,
+    /// `[tokens, hidden]`.
+    pub out: TensorViewMut<'a>,
+}
+
+impl<'a> FusedMoeArgs<'a> {
+    /// With what it must have: the router's ids and weights, the experts' gate_up and down, and out. The other fields
+    /// do nothing: `x: None`, `gain: None`, `shared_gate_up: None`, `shared_down: None`, `gate: None`.
+    pub fn new(
+        [ids, weights]: [TensorView<'a>; 2],
+        [gate_up, down]: [TensorView<'a>; 2],
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        FusedMoeArgs {
+            x: None,
+            gain: None,
+            ids,
+            weights,
+            gate_up,
+            down,
+            shared_gate_up: None,
+            shared_down: None,
+            gate: None,
+            out,
+        }
+    }
+}
+
+/// The experts of few tokens: their gated linear units, and the weighted sum of them, perhaps behind a norm and added
+/// to what out holds.
+///
+/// ```text
+/// x̂[t]    = rmsnorm(x[t]) · gain, rounded, or x[t]
+/// a[t, j] = act(x̂[t] · gate[e]ᵀ) ⊙ (x̂[t] · up[e]ᵀ), rounded                  of expert e = ids[t, j]
+/// out[t]  = Σ_j weights[t, j] · (a[t, j] · down[e]ᵀ) + sigmoid(gate[t]) · (shared expert) (+ out[t])
+/// ```
+///
+/// For many tokens [`MoePermute`](super::moe_permute::MoePermute),
+/// [`GroupedMatmul`](super::grouped_matmul::GroupedMatmul) and [`MoeCombine`](super::moe_combine::MoeCombine) read each
+/// expert's weights once for all of its tokens. Here each pair of a token and an expert reads them for itself, in two
+/// launches and without a sort.
+///
+/// **Arithmetic**: products and sums in f32; x̂, a and out are rounded once. Where the sizes of a sum's terms add up to
+/// more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from run to run; a token's result
+/// depends on its own row and experts alone. **Limits**: on a card up to 64 experts of a token, the shared one among
+/// them; rows of x, and of a token's a, of up to 47.5 KiB; fewer than 65536 pairs of a token and an expert: `supports`
+/// says so. **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A
+/// recorded graph does not know of later runs: do not let it run at the same time as the plan in another stream, nor
+/// outlive the plan. **Aliasing**: out may not overlap the other tensors; to add to a residual, leave x out.
+/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors. **Source**: Shazeer et al., *Outrageously Large Neural Networks*
+/// (2017), equation 1; Shazeer, *GLU Variants Improve Transformer* (2020).
+#[derive(Debug)]
+pub struct FusedMoe(Plan<Self>);
+
+planned!(
+    FusedMoe,
+    FusedMoeProblem,
+    FusedMoeArgs { x, gain, ids, weights, gate_up, down, shared_gate_up, shared_down, gate, out },
+    FusedMoeTile
+);
+
+/// Both kernels.
+#[derive(Debug)]
+struct Stages {
+    up: Entry,
+    down: Entry,
+}
+
+/// What is loaded for a plan.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    chosen: Stages,
+    /// Those for tensors that are not aligned.
+    any: Stages,
+    /// The rows between the products.
+    workspace: Workspace<1>,
+}
+
+impl plan::Kernels for Kernels {
+    fn reported(&self) -> &Entry {
+        &self.chosen.up
+    }
+}
+
+/// Bytes of shared memory of a kernel, whose rows `select` has found to fit.
+fn smem_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> u32 {
+    let per_piece = 16 / problem.dtype.bytes();
+    let pieces = match stage {
+        FusedMoeStage::Up => problem.hidden.div_ceil(per_piece),
+        FusedMoeStage::Down => problem.slots() * problem.inner.div_ceil(per_piece),
+    };
+    HEAD_BYTES + 16 * pieces as u32
+}
+
+impl Operator for FusedMoe {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "columns";
+    type Problem = FusedMoeProblem;
+    type Args<'a> = FusedMoeArgs<'a>;
+    type Dims = FusedMoeDims;
+    type Variant = FusedMoeTile;
+    type Kernels = Kernels;
+
+    fn check_problem(problem: &FusedMoeProblem) -> Result<(), Error> {
+        let FusedMoeProblem { tokens, experts, hidden, inner, dtype, activation, norm, .. } = *problem;
+        let sizes = [
+            ("tokens", tokens),
+            ("number of pairs", tokens.saturating_mul(problem.slots())),
+            ("experts", experts),
+            ("hidden", hidden),
+            ("rows of gate_up", inner.saturating_mul(2)),
+        ];
+        check_floats(OP, dtype, &sizes)?;
+        if activation == Activation::Sigmoid {
+            return Err(Error::invalid(OP, "problem", "SiLU or a GELU as the activation", "sigmoid"));
+        }
+        norm.map_or(Ok(()), |norm| check_eps(OP, norm.eps))
+    }
+
+    fn select(limits: &DeviceLimits, problem: &FusedMoeProblem) -> Result<Choice<FusedMoeTile>, Error> {
+        select(limits, problem)
+    }
+
+    fn forced(tile: FusedMoeTile, problem: &FusedMoeProblem) -> Result<Choice<FusedMoeTile>, Error> {
+        select::forced(tile, problem)
+    }
+
+    fn load(
+        device: &Device,
+        problem: &FusedMoeProblem,
+        choice: &Choice<FusedMoeTile>,
+    ) -> Result<Kernels, Error> {
+        let stages = |tile| {
+            let load = |stage| {
+                let entry = select::entry(problem.dtype, stage, tile)?;
+                device.entry(OP, entry, smem_bytes(problem, stage))
+            };
+            Ok::<_, Error>(Stages { up: load(FusedMoeStage::Up)?, down: load(FusedMoeStage::Down)? })
+        };
+        let shape = [problem.tokens * problem.slots(), problem.activated_stride()];
+        let rows = |stream: &_| Ok([Tensor::empty(stream, &shape, problem.dtype)?]);
+        Ok(Kernels {
+            chosen: stages(choice.variant)?,
+            any: stages(FusedMoeTile::Elements)?,
+            workspace: Workspace::new(device, rows)?,
+        })
+    }
+
+    fn check(
+        at: &Check<'_>,
+        problem: &FusedMoeProblem,
+        args: &FusedMoeArgs<'_>,
+    ) -> Result<FusedMoeDims, Error> {
+        let FusedMoeArgs { x, gain, ids, weights, gate_up, down, shared_gate_up, shared_down, gate, out } =
+            args;
+        let FusedMoeProblem { tokens: most, top_k, experts, hidden, inner, dtype, .. } = *problem;
+        let [out_stride] = at.rows("out", out.as_view(), dtype, &[None, Some(hidden)])?;
+        let tokens = out.shape()[0];
+        at.planned("out", "tokens", tokens, most)?;
+        at.apart("out", out_stride, out.shape())?;
+        let x_stride = x.map(|x| at.rows("x", x, dtype, &[tokens, hidden].map(Some)));
+        let [x_stride] = x_stride.transpose()?.unwrap_or([out_stride]);
+        if let Some(gain) = at.given("gain", problem.norm.is_some(), *gain, ["planned"; 2])? {
+            at.rows::<0>("gain", gain, dtype, &[Some(hidden)])?;
+        }
+        at.contiguous("ids", *ids, DType::U32, &[tokens, top_k].map(Some))?;
+        at.contiguous("weights", *weights, DType::F32, &[tokens, top_k].map(Some))?;
+        let [gate_up_expert_stride, gate_up_stride] =
+            at.rows("gate_up", *gate_up, dtype, &[experts, 2 * inner, hidden].map(Some))?;
+        let [down_expert_stride, down_stride] =
+            at.rows("down", *down, dtype, &[experts, hidden, inner].map(Some))?;
+        let shared = |name, given: &Option<TensorView<'_>>, shape: [usize; 2]| {
+            let given = at.given(name, problem.shared, *given, ["planned"; 2])?;
+            let strides = given.map(|given| at.rows(name, given, dtype, &shape.map(Some))).transpose()?;
+            let [stride] = strides.unwrap_or_default();
+            Ok::<u32, Error>(stride)
+        };
+        let shared_gate_up_stride = shared("shared_gate_up", shared_gate_up, [2 * inner, hidden])?;
+        let shared_down_stride = shared("shared_down", shared_down, [hidden, inner])?;
+        if gate.is_some() && !problem.shared {
+            return at.refuse("gate", "none without a shared expert", "a tensor");
+        }
+        let gate_strides = gate.map(|gate| at.strided("gate", gate, DType::F32, &[tokens, 1].map(Some)));
+        let [gate_stride] = gate_strides.transpose()?.unwrap_or_default();
+        Ok(FusedMoeDims {
+            top_k: top_k as u32,
+            slots: problem.slots() as u32,
+            experts: experts as u32,
+            hidden: hidden as u32,
+            inner: inner as u32,
+            x_stride,
+            gate_up_expert_stride,
+            gate_up_stride,
+            down_expert_stride,
+            down_stride,
+            shared_gate_up_stride,
+            shared_down_stride,
+            gate_stride,
+            activated_stride: problem.activated_stride() as u32,
+            out_stride,
+            adds: (problem.store == Store::Add).into(),
+            curve: curve(problem.activation),
+        })
+    }
+
+    fn cpu(problem: &FusedMoeProblem, dims: &FusedMoeDims, args: &mut FusedMoeArgs<'_>) {
+        cpu::run(problem, dims, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, dims: FusedMoeDims, args: &FusedMoeArgs<'_>) -> Result<(), Error> {
+        let FusedMoeArgs { x, gain, ids, weights, gate_up, down, shared_gate_up, shared_down, gate, out } =
+            args;
+        let in_pieces = run.is_aligned && run.choice.variant == FusedMoeTile::Pieces;
+        let Kernels { chosen, any, workspace } = run.kernels;
+        let stages = if in_pieces { chosen } else { any };
+        let [activated] = &workspace.tensors;
+        let activated = activated.view();
+        let tokens = out.shape()[0] as u32;
+        let pairs = tokens * dims.slots;
+        let norm = run.problem.norm.map(|RowNorm { eps, weight }| MatmulNorm {
+            eps,
+            inv_cols: 1.0 / dims.hidden as f32,
+            offset: weight.offset(),
+        });
+        let norm = norm.unwrap_or(MatmulNorm { eps: 0.0, inv_cols: 0.0, offset: 0.0 });
+        let _alone = workspace.enter(run.stream)?;
+        let threads = [THREADS, 1, 1];
+        if dims.inner > 0 {
+            let params = [
+                x.unwrap_or(out.as_view()).into(),
+                (*gain).into(),
+                (*ids).into(),
+                (*gate_up).into(),
+                (*shared_gate_up).into(),
+                activated.into(),
+                (&dims).into(),
+                (&norm).into(),
+            ];
+            let blocks = select::up_blocks(run.device.profile().num_sms, pairs, dims.inner);
+            // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in pieces
+            // of 16 bytes; the workspace has a row for each pair of the planned tokens; the grid has a row of blocks
+            // for each pair, and the blocks the shared memory that a row of x takes (`smem_bytes`).
+            unsafe { stages.up.launch(run.stream, [blocks, pairs, 1], threads, &params)? };
+        }
+        let params = [
+            activated.into(),
+            (*ids).into(),
+            (*weights).into(),
+            (*down).into(),
+            (*shared_down).into(),
+            (*gate).into(),
+            out.into(),
+            (&dims).into(),
+        ];
+        let grid = [dims.hidden.div_ceil(WARPS), tokens, 1];
+        // SAFETY: as above; the grid has a warp for each column of each token, and the blocks the shared memory that a
+        // token's rows take.
+        unsafe { stages.down.launch(run.stream, grid, threads, &params) }
+    }
+
+    // If no two tokens have the same expert.
+    fn work(problem: &FusedMoeProblem) -> Work {
+        let FusedMoeProblem { tokens, experts, hidden, inner, dtype, .. } = *problem;
+        let slots = problem.slots();
+        let pairs = tokens.saturating_mul(slots);
+        let [tokens, slots, experts, pairs, hidden, inner, bytes] =
+            [tokens, slots, experts, pairs, hidden, inner, dtype.bytes()].map(count);
+        let elements = count(3) * hidden * inner;
+        Work {
+            problem: format!("[{tokens}, {hidden}] {dtype}, {slots} of {experts} experts of {inner}"),
+            bytes: (pairs * elements + count(2) * tokens * hidden) * bytes,
+            flops: count(2) * pairs * elements,
+        }
+    }
+
+    fn tile(_: &Device, _: &FusedMoeProblem, choice: &Choice<FusedMoeTile>) -> String {
+        format!("{:?}", choice.variant)
+    }
+}
+
+/// Refuses what no kernel takes.
+fn check_limits(problem: &FusedMoeProblem) -> Result<(), Error> {
+    let slots = problem.slots();
+    let refuse = |expected: String, got: usize| Err(Error::invalid(OP, "problem", expected, got.to_string()));
+    if slots > MAX_SLOTS as usize {
+        let expected = format!("at most {MAX_SLOTS} experts of a token on a card, the shared one among them");
+        return refuse(expected, slots);
+    }
+    let pairs = problem.tokens.saturating_mul(slots.max(1));
+    if pairs >= 1 << 16 {
+        return refuse("fewer than 65536 pairs of a token and an expert on a card".into(), pairs);
+    }
+    let per_piece = 16 / problem.dtype.bytes();
+    let pieces = problem.hidden.div_ceil(per_piece).max(slots * problem.inner.div_ceil(per_piece));
+    if 16 * pieces > MAX_ROW_BYTES as usize {
+        let most = MAX_ROW_BYTES;
+        return refuse(
+            format!("rows of x, and of a token's experts, of {most} bytes at most on a card"),
+            16 * pieces,
+        );
+    }
+    Ok(())
+}

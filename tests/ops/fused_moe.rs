@@ -1,0 +1,381 @@
+//! The experts of few tokens against their reference.
+
+use abi::ops::fused_moe::{FusedMoeTile, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance};
+use testkit::strategies::{Rng, Values, dims, dims_from, stride_padding};
+use warpforge::ops::Store;
+use warpforge::ops::fused_moe::reference::{self, Terms};
+use warpforge::ops::fused_moe::{FusedMoe, FusedMoeArgs, FusedMoeProblem};
+use warpforge::ops::glu::Activation;
+use warpforge::ops::matmul::RowNorm;
+use warpforge::ops::rmsnorm::NormWeight;
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store,
+    through_every_kernel, values,
+};
+
+/// Rows of x and out, of gate and up, of down, of the shared expert's, and of its gate.
+const LAYOUTS: usize = 6;
+
+#[derive(Clone, Debug)]
+struct Case {
+    problem: FusedMoeProblem,
+    gated: bool,
+    in_place: bool,
+    layouts: [Layout; LAYOUTS],
+    /// Of x.
+    kind: Values,
+    seed: u64,
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        let FusedMoeProblem { tokens, top_k, hidden, inner, .. } = self.problem;
+        12 * tokens * (top_k + 1) * (inner + 8) * (hidden + 8) + 256 * 20
+    }
+}
+
+fn layout() -> impl Strategy<Value = Layout> {
+    let offset = prop_oneof![5 => Just(0usize), 1 => 1usize..9];
+    (stride_padding(), offset).prop_map(|(padding, offset)| Layout { padding, offset })
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let sizes =
+        (dims(&[2, 4], 5), 0usize..6, 1usize..6, dims_from(1, &[8, 64, 256], 300), dims(&[8, 64, 256], 300));
+    let activations = [Activation::Silu, Activation::GeluTanh, Activation::GeluErf];
+    let norm = (prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)], any::<bool>())
+        .prop_map(|(weight, is_there)| is_there.then_some(RowNorm { eps: 1e-6, weight }));
+    let options = (prop::sample::select(activations.to_vec()), norm, any::<[bool; 4]>());
+    let problem = (floats(), sizes, options).prop_map(
+        |(
+            dtype,
+            (tokens, top_k, experts, hidden, inner),
+            (activation, norm, [shared, adds, gated, in_place]),
+        )| {
+            let store = if adds { Store::Add } else { Store::Replace };
+            let problem = FusedMoeProblem::new(tokens, [top_k, experts], [hidden, inner], dtype);
+            (FusedMoeProblem { activation, shared, norm, store, ..problem }, gated, in_place)
+        },
+    );
+    // The same layout for all half of the time, which is whole pieces more often than not.
+    let layouts = prop_oneof![
+        layout().prop_map(|all| [all; LAYOUTS]),
+        prop::collection::vec(layout(), LAYOUTS).prop_map(|all| all.try_into().unwrap()),
+    ];
+    let kinds = prop_oneof![3 => Just(Values::Normal), 1 => Just(Values::Huge), 1 => Just(Values::Tiny)];
+    (problem, layouts, kinds, any::<u64>()).prop_map(|((problem, gated, in_place), layouts, kind, seed)| {
+        // What is not normed would leave the type on the way.
+        let kind = if problem.norm.is_some() { kind } else { Values::Normal };
+        Case { problem, gated: gated && problem.shared, in_place, layouts, kind, seed }
+    })
+}
+
+/// The inputs, exactly.
+struct Inputs {
+    x: Vec<f64>,
+    gain: Vec<f64>,
+    ids: Vec<u32>,
+    weights: Vec<f64>,
+    gate_up: Vec<f64>,
+    down: Vec<f64>,
+    shared: [Vec<f64>; 2],
+    gate: Vec<f64>,
+    out: Vec<f64>,
+}
+
+impl Inputs {
+    fn of(case: &Case) -> Self {
+        let FusedMoeProblem { tokens, top_k, experts, hidden, inner, dtype, .. } = case.problem;
+        let (normal, mut rng) = (Values::Normal, Rng::new(case.seed ^ 9));
+        let of = |dtype, n, salt: u64| values(normal, dtype, n, case.seed ^ salt);
+        let x = values(case.kind, dtype, tokens * hidden, case.seed ^ 1);
+        Inputs {
+            gain: of(dtype, hidden, 2),
+            // Some next to those that there are, and far from them.
+            ids: (0..tokens * top_k)
+                .map(|_| match rng.below(16) {
+                    0 => experts as u32,
+                    1 => u32::MAX,
+                    _ => rng.below(experts) as u32,
+                })
+                .collect(),
+            weights: of(DType::F32, tokens * top_k, 3),
+            gate_up: of(dtype, experts * 2 * inner * hidden, 4),
+            down: of(dtype, experts * hidden * inner, 5),
+            shared: [of(dtype, 2 * inner * hidden, 6), of(dtype, hidden * inner, 7)],
+            gate: of(DType::F32, tokens, 8),
+            out: if case.in_place { x.clone() } else { of(dtype, tokens * hidden, 10) },
+            x,
+        }
+    }
+
+    fn terms<'a>(&'a self, case: &Case, x: &'a [f64]) -> Terms<'a> {
+        let FusedMoeProblem { top_k, hidden, inner, activation, shared, store, .. } = case.problem;
+        Terms {
+            top_k,
+            hidden,
+            inner,
+            activation: Some(activation),
+            x,
+            ids: &self.ids,
+            weights: &self.weights,
+            gate_up: &self.gate_up,
+            down: &self.down,
+            shared: shared.then_some([&self.shared[0], &self.shared[1]]),
+            gate: case.gated.then_some(&self.gate),
+            residual: (store == Store::Add).then_some(&self.out),
+        }
+    }
+
+    /// All sizes, but for those that choose.
+    fn absolute(&self) -> Inputs {
+        let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
+        Inputs {
+            x: Vec::new(),
+            gain: Vec::new(),
+            ids: self.ids.clone(),
+            weights: absolute(&self.weights),
+            gate_up: absolute(&self.gate_up),
+            down: absolute(&self.down),
+            shared: [absolute(&self.shared[0]), absolute(&self.shared[1])],
+            gate: self.gate.clone(),
+            out: absolute(&self.out),
+        }
+    }
+}
+
+fn run(device: &Device, case: &Case, tile: Option<FusedMoeTile>) -> Result<(), TestCaseError> {
+    let FusedMoeProblem { tokens, top_k, hidden, inner, dtype, norm, .. } = case.problem;
+    let inputs = Inputs::of(case);
+    let got = sum(device, case, tile, &inputs)?;
+    let normed = norm.map(|RowNorm { eps, weight }| {
+        let how = [f64::from(eps), f64::from(u8::from(weight == NormWeight::ZeroCentred))];
+        let naive = reference::normed::<f32>(&inputs.x, &inputs.gain, how, store(dtype));
+        [reference::normed::<f64>(&inputs.x, &inputs.gain, how, |v| v), naive]
+    });
+    let [x, naive_x] = normed.as_ref().map_or([&inputs.x; 2], |[x, naive]| [x, naive]);
+    let want = reference::fused_moe::<f64>(tokens, &inputs.terms(case, x), |v| v);
+    let naive = reference::fused_moe::<f32>(tokens, &inputs.terms(case, naive_x), store(dtype));
+    let absolute = inputs.absolute();
+    let sizes: Vec<f64> = x.iter().map(|value| value.abs()).collect();
+    let terms = Terms { activation: None, ..absolute.terms(case, &sizes) };
+    let scale = reference::fused_moe::<f64>(tokens, &terms, |v| v);
+    let roundings = hidden + inner + 2 * top_k + 40;
+    // x behind the norm, and what is between the products.
+    let tolerance = Tolerance {
+        terms: (dtype != DType::F32).then_some(dtype),
+        ..Tolerance::new(dtype, Scale::Given(&scale), roundings)
+    };
+    check(&format!("{device:?}, {tile:?}"), &got, &want, &naive, &tolerance)
+}
+
+fn sum(
+    device: &Device,
+    case: &Case,
+    tile: Option<FusedMoeTile>,
+    inputs: &Inputs,
+) -> Result<Vec<f64>, TestCaseError> {
+    let FusedMoeProblem { tokens, top_k, experts, hidden, inner, dtype, shared, norm, .. } = case.problem;
+    let stream = device.stream().map_err(fail)?;
+    let plan = match tile {
+        None => FusedMoe::plan(device, case.problem),
+        Some(tile) => FusedMoe::plan_with(device, case.problem, tile),
+    };
+    let plan = plan.map_err(fail)?;
+    let rows = |dtype, values: &[f64], cols, layout: usize| {
+        Rows::input(&stream, dtype, values, cols, case.layouts[layout]).map_err(fail)
+    };
+    let x = rows(dtype, &inputs.x, hidden, 0)?;
+    let gain = rows(dtype, &inputs.gain, hidden, 0)?;
+    // Rows cannot hold rows of nothing.
+    let weights: Vec<f32> = inputs.weights.iter().map(|&weight| weight as f32).collect();
+    let weights = Tensor::from_slice(&stream, &[tokens, top_k], &weights).map_err(fail)?;
+    let ids = Tensor::from_slice(&stream, &[tokens, top_k], &inputs.ids).map_err(fail)?;
+    let gate_up = rows(dtype, &inputs.gate_up, hidden, 2)?;
+    let empty = Tensor::zeros(&stream, &[experts, hidden, 0], dtype).map_err(fail)?;
+    let down = (inner > 0).then(|| rows(dtype, &inputs.down, inner, 3)).transpose()?;
+    let down = match &down {
+        Some(down) => down.view().reshape(&[experts, hidden, inner]).map_err(fail)?,
+        None => empty.view(),
+    };
+    let shared_gate_up = rows(dtype, &inputs.shared[0], hidden, 4)?;
+    let shared_down = (inner > 0).then(|| rows(dtype, &inputs.shared[1], inner, 4)).transpose()?;
+    let no_down = empty.view().slice(0, 0..1).and_then(|one| one.reshape(&[hidden, 0])).map_err(fail)?;
+    let shared_down = shared_down.as_ref().map_or(no_down, Rows::view);
+    let gate = rows(DType::F32, &inputs.gate, 1, 5)?;
+    let mut out = match case.problem.store {
+        Store::Add => rows(dtype, &inputs.out, hidden, 1)?,
+        Store::Replace if case.in_place => rows(dtype, &inputs.out, hidden, 1)?,
+        Store::Replace => Rows::output(&stream, dtype, tokens, hidden, case.layouts[1]).map_err(fail)?,
+    };
+    let gate_up = gate_up.view().reshape(&[experts, 2 * inner, hidden]).map_err(fail)?;
+    let args = FusedMoeArgs {
+        x: (!case.in_place).then(|| x.view()),
+        gain: norm.map(|_| gain.view().reshape(&[hidden])).transpose().map_err(fail)?,
+        shared_gate_up: shared.then(|| shared_gate_up.view()),
+        shared_down: shared.then_some(shared_down),
+        gate: case.gated.then(|| gate.view()),
+        ..FusedMoeArgs::new([ids.view(), weights.view()], [gate_up, down], out.view_mut())
+    };
+    plan.run(&stream, args).map_err(fail)?;
+    out.read(&stream)
+}
+
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    for device in cards {
+        for tile in [FusedMoeTile::Pieces, FusedMoeTile::Elements] {
+            let mut of_tile = VARIANTS.iter().filter(|variant| variant.tile == tile);
+            if of_tile.any(|variant| variant.dtype == case.problem.dtype && wanted(variant.entry))
+                && FusedMoe::plan_with(device, case.problem, tile).is_ok()
+            {
+                run(device, case, Some(tile))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Sizes of 0, through every kernel.
+pub fn nothing() -> Result<(), TestCaseError> {
+    through_every_kernel(
+        "fused_moe",
+        &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.top_k = 0],
+        case(),
+        Case::work,
+        run_variants,
+    )
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("fused_moe", case(), Case::work, run_variants)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(128))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
+            run(device, &case, None)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
+    }
+
+    /// A token has the same bits alone as among others.
+    #[test]
+    fn tokens_are_apart((case, on) in on_executors(case, |case| 2 * case.work())) {
+        let FusedMoeProblem { tokens, top_k, hidden, .. } = case.problem;
+        for device in &on.devices() {
+            let inputs = Inputs::of(&case);
+            let all = sum(device, &case, None, &inputs)?;
+            let Some(last) = tokens.checked_sub(1) else { continue };
+            let of = |values: &[f64], cols: usize| values[last * cols..][..cols].to_vec();
+            let alone = Inputs {
+                x: of(&inputs.x, hidden),
+                ids: inputs.ids[last * top_k..].to_vec(),
+                weights: of(&inputs.weights, top_k),
+                gate: of(&inputs.gate, 1),
+                out: of(&inputs.out, hidden),
+                ..inputs
+            };
+            let one = Case { problem: FusedMoeProblem { tokens: 1, ..case.problem }, ..case.clone() };
+            let bits = |values: &[f64]| values.iter().map(|value| value.to_bits()).collect::<Vec<u64>>();
+            prop_assert_eq!(bits(&sum(device, &one, None, &alone)?), bits(&of(&all, hidden)), "{:?}", device);
+        }
+    }
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    let (dtype, norm) = (DType::BF16, RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+    let problem = FusedMoeProblem::new(4, [2, 3], [16, 8], dtype);
+    for device in &devices() {
+        let refused =
+            |problem: FusedMoeProblem| FusedMoe::supports(device, &problem).unwrap_err().to_string();
+        assert_eq!(
+            refused(FusedMoeProblem { dtype: DType::I8, ..problem }),
+            "fused_moe: problem: expected dtype f32, f16 or bf16, got i8"
+        );
+        assert_eq!(
+            refused(FusedMoeProblem { activation: Activation::Sigmoid, ..problem }),
+            "fused_moe: problem: expected SiLU or a GELU as the activation, got sigmoid"
+        );
+        assert_eq!(
+            refused(FusedMoeProblem { norm: Some(RowNorm { eps: -1.0, ..norm }), ..problem }),
+            "fused_moe: problem: expected a finite eps of at least 0, got -1"
+        );
+        if device.limits().is_some() {
+            let many = FusedMoeProblem { top_k: 65, experts: 128, ..problem };
+            assert_eq!(
+                refused(many),
+                "fused_moe: problem: expected at most 64 experts of a token on a card, the shared one among them, got 65"
+            );
+        }
+        let stream = device.stream()?;
+        let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+        let message = |problem, shapes: [&[usize]; 4], gain: Option<&[usize]>, gate: Option<&[usize]>| {
+            let plan = FusedMoe::plan(device, problem)?;
+            let [out, ids, gate_up, down] = shapes;
+            let (mut out, ids, weights) =
+                (tensor(out, dtype)?, tensor(ids, DType::U32)?, tensor(&[4, 2], DType::F32)?);
+            let (gate_up, down) = (tensor(gate_up, dtype)?, tensor(down, dtype)?);
+            let gain = gain.map(|shape| tensor(shape, dtype)).transpose()?;
+            let gate = gate.map(|shape| tensor(shape, DType::F32)).transpose()?;
+            let args = FusedMoeArgs {
+                gain: gain.as_ref().map(Tensor::view),
+                gate: gate.as_ref().map(Tensor::view),
+                ..FusedMoeArgs::new(
+                    [ids.view(), weights.view()],
+                    [gate_up.view(), down.view()],
+                    out.view_mut(),
+                )
+            };
+            Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
+        };
+        let (out, ids, gate_up, down): (&[usize], &[usize], &[usize], &[usize]) =
+            (&[4, 16], &[4, 2], &[3, 16, 16], &[3, 16, 8]);
+        assert_eq!(
+            message(problem, [&[5, 16], ids, gate_up, down], None, None)?,
+            "fused_moe: out: expected at most 4 tokens, as planned, got 5"
+        );
+        assert_eq!(
+            message(problem, [out, &[4, 3], gate_up, down], None, None)?,
+            "fused_moe: ids: expected shape [4, 2], got [4, 3]"
+        );
+        assert_eq!(
+            message(problem, [out, ids, &[3, 8, 16], down], None, None)?,
+            "fused_moe: gate_up: expected shape [3, 16, 16], got [3, 8, 16]"
+        );
+        assert_eq!(
+            message(problem, [out, ids, gate_up, &[2, 16, 8]], None, None)?,
+            "fused_moe: down: expected shape [3, 16, 8], got [2, 16, 8]"
+        );
+        assert_eq!(
+            message(problem, [out, ids, gate_up, down], Some(&[16]), None)?,
+            "fused_moe: gain: expected none, as planned, got a tensor"
+        );
+        assert_eq!(
+            message(problem, [out, ids, gate_up, down], None, Some(&[4, 1]))?,
+            "fused_moe: gate: expected none without a shared expert, got a tensor"
+        );
+        let with_shared = FusedMoeProblem { shared: true, ..problem };
+        assert_eq!(
+            message(with_shared, [out, ids, gate_up, down], None, None)?,
+            "fused_moe: shared_gate_up: expected a tensor, as planned, got none"
+        );
+    }
+    Ok(())
+}
