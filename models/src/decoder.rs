@@ -355,9 +355,15 @@ impl DecoderBlock {
             let may_be_in_place = !is_observed && step.visual.is_none() && step.adapted.is_none();
             let [to_mixer, to_feed_forward] = step.adapters(index);
             let gain = layer.input_norm.view();
+            let works_in_place = may_be_in_place && feed_forwards[feed_forward].works_in_place(tokens);
             if may_be_in_place && !is_pending && mixers[mixer].works_in_place(tokens) {
-                let rows = InPlace { residual: residual.reborrow(), gain };
+                let rows = InPlace { residual: residual.reborrow(), gain, normed: None };
                 mixers[mixer].run_in_place(step, &layer.mixer, cache, rows)?;
+            } else if works_in_place && mixers[mixer].adds_in_place(tokens) {
+                norm_sum(stream, norm, gain, (&projected, is_pending), &mut residual, normed.reborrow())?;
+                let rows = InPlace { residual: residual.reborrow(), gain, normed: Some(normed.as_view()) };
+                mixers[mixer].run_in_place(step, &layer.mixer, cache, rows)?;
+                is_pending = false;
             } else {
                 norm_sum(stream, norm, gain, (&projected, is_pending), &mut residual, normed.reborrow())?;
                 observe(Observed::LayerInput(index), residual.as_view())?;
@@ -371,12 +377,18 @@ impl DecoderBlock {
                 is_pending = true;
             }
             let gain = layer.post_attention_norm.view();
-            if may_be_in_place && !is_pending && feed_forwards[feed_forward].works_in_place(tokens) {
-                let rows = InPlace { residual: residual.reborrow(), gain };
+            if works_in_place && !is_pending {
+                let rows = InPlace { residual: residual.reborrow(), gain, normed: None };
                 feed_forwards[feed_forward].run_in_place(step, &layer.feed_forward, rows)?;
                 continue;
             }
             norm_sum(stream, norm, gain, (&projected, is_pending), &mut residual, normed.reborrow())?;
+            if may_be_in_place && feed_forwards[feed_forward].adds_in_place(tokens) {
+                let rows = InPlace { residual: residual.reborrow(), gain, normed: Some(normed.as_view()) };
+                feed_forwards[feed_forward].run_in_place(step, &layer.feed_forward, rows)?;
+                is_pending = false;
+                continue;
+            }
             observe(Observed::FeedForwardInput(index), normed.as_view())?;
             feed_forwards[feed_forward].run(
                 step,

@@ -270,6 +270,47 @@ fn logits_of_a_call() -> Outcome {
     Ok(())
 }
 
+/// A step of one token works on the residual itself where there are kernels for that, which a step that shows its inner
+/// tensors does not: it rounds less often, and is no further from what f32 gives.
+#[test]
+fn steps_on_the_residual() -> Outcome {
+    let options = SessionOptions { capacity: 16, ..SessionOptions::default() };
+    let steps = |device: &Device, name: &str, dtype, shown: bool| {
+        let mut session = session(device, &golden::folder(name), dtype, options)?;
+        session.prefill(0, &[5, 6, 7, 8, 9])?;
+        let mut all = Vec::new();
+        for id in [10, 11, 12] {
+            let logits = if shown {
+                session.decode_with(&[id], &mut |_, _| Ok(()))?
+            } else {
+                session.decode(&[id])?
+            };
+            all.extend(logits.to_host()?);
+        }
+        let [.., (_, reports)] = session.optimization_reports();
+        let kernels: Vec<_> = reports.into_iter().map(|report| report.variant).collect();
+        Ok::<_, Box<dyn StdError>>((all, kernels))
+    };
+    let card = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
+    for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+        let (exact, _) = steps(&Device::cpu(), name, DType::F32, false)?;
+        let [in_place, shown] = [false, true].map(|shown| steps(&card, name, DType::BF16, shown));
+        let ((in_place, kernels), (shown, _)) = (in_place?, shown?);
+        let error = |logits: &[f32]| -> f32 {
+            std::iter::zip(logits, &exact).map(|(got, want)| (got - want).powi(2)).sum::<f32>().sqrt()
+        };
+        assert_ne!(in_place, shown, "{name}: both ways are the same");
+        let (error, of_shown) = (error(&in_place), error(&shown));
+        assert!(error <= 1.5 * of_shown, "{name}: {error}, shown {of_shown}");
+        let has = |what: &str| kernels.iter().any(|kernel| kernel.contains(what));
+        // The shared expert of qwen3_next is larger than the others here.
+        assert_eq!(has("fused_moe"), matches!(name, "qwen3_moe" | "glm4_moe_lite"), "{name}: {kernels:?}");
+        assert_eq!(has("moe_combine"), name == "qwen3_next", "{name}: {kernels:?}");
+        assert_eq!(has("latent_append"), name == "glm4_moe_lite", "{name}: {kernels:?}");
+    }
+    Ok(())
+}
+
 /// Mistakes of a caller: each is an error that names what was expected, and leaves the session as it was.
 #[test]
 fn bad_calls() -> Outcome {

@@ -6,7 +6,9 @@ use abi::DType;
 
 use super::group::GroupAttention;
 use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
-use super::{InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
+use super::{
+    InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row, planned,
+};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
 use crate::part::{Cut, Part};
@@ -162,8 +164,9 @@ struct AttentionPlans {
     /// Of the output.
     gate: Option<Glu>,
     o: ProjectionPlan,
-    /// The projections on the residual itself, if that is possible.
-    in_place: Option<[ProjectionPlan; 2]>,
+    /// Of the residual behind its norm, and added to it, where that is possible.
+    qkv_normed: Option<ProjectionPlan>,
+    o_added: Option<ProjectionPlan>,
 }
 
 impl AttentionBlock {
@@ -205,10 +208,15 @@ impl AttentionBlock {
                 norm_rope: QkNormRope::plan(device, norm_rope)?,
                 gate: output_gate.then(|| Glu::plan(device, gate)).transpose()?,
                 o: ProjectionPlan::new(&phase, &weights.o, hidden_size, q_cols)?,
-                in_place: ProjectionPlan::in_place(
+                qkv_normed: ProjectionPlan::in_place(
                     &phase,
                     (&weights.qkv, [qkv_cols, hidden_size], Act::None),
-                    (&weights.o, [hidden_size, q_cols]),
+                    Some(phase.row_norm()),
+                )?,
+                o_added: ProjectionPlan::in_place(
+                    &phase,
+                    (&weights.o, [hidden_size, q_cols], Act::None),
+                    None,
                 )?,
             })
         })?;
@@ -235,18 +243,21 @@ impl AttentionBlock {
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         let mut reports = Vec::new();
         for plans in self.plans.iter() {
-            let [qkv, o] = plans.in_place.as_ref().map_or([&plans.qkv, &plans.o], |[qkv, o]| [qkv, o]);
-            reports.extend(qkv.reports());
+            reports.extend(plans.qkv_normed.as_ref().unwrap_or(&plans.qkv).reports());
             reports.push(plans.norm_rope.optimization_report());
             reports.extend(plans.gate.iter().map(Kernel::optimization_report));
-            reports.extend(o.reports());
+            reports.extend(plans.o_added.as_ref().unwrap_or(&plans.o).reports());
         }
         reports.extend(self.attention.iter().flat_map(GroupAttention::reports));
         reports
     }
 
     pub(super) fn works_in_place(&self, tokens: usize) -> bool {
-        self.plans.holding(tokens).is_ok_and(|plans| plans.in_place.is_some())
+        self.adds_in_place(tokens) && self.plans.holding(tokens).is_ok_and(|plans| plans.qkv_normed.is_some())
+    }
+
+    pub(super) fn adds_in_place(&self, tokens: usize) -> bool {
+        self.plans.holding(tokens).is_ok_and(|plans| plans.o_added.is_some())
     }
 
     pub(super) fn run_in_place(
@@ -256,19 +267,16 @@ impl AttentionBlock {
         cache: &mut KeysValues,
         rows: InPlace<'_>,
     ) -> Result<(), Error> {
-        let InPlace { residual, gain } = rows;
-        if let Some([qkv, _]) = &self.plans.holding(1)?.in_place {
-            let out = self.qkv.view_mut().slice(0, 0..1)?;
-            qkv.run_fused(step.stream, &weights.qkv, (residual.as_view(), Some(gain)), (out, None))?;
-        }
+        let tokens = step.tokens;
+        let plans = self.plans.holding(tokens)?;
+        let (x, gain) = rows.input();
+        let qkv = planned(gain.map_or(Some(&plans.qkv), |_| plans.qkv_normed.as_ref()))?;
+        let out = self.qkv.view_mut().slice(0, 0..tokens)?;
+        qkv.run_fused(step.stream, &weights.qkv, (x, gain), (out, None))?;
         self.attend(step, weights, cache)?;
-        match &self.plans.holding(1)?.in_place {
-            Some([_, o]) => {
-                let x = attended_rows(&self.gated, &self.attended, 1)?;
-                o.run_fused(step.stream, &weights.o, (x, None), (residual, Some(Residual::InPlace)))
-            }
-            None => Err(Error::invalid("Session", "layer", "plans for one token", "none")),
-        }
+        let o = planned(self.plans.holding(tokens)?.o_added.as_ref())?;
+        let x = attended_rows(&self.gated, &self.attended, tokens)?;
+        o.run_fused(step.stream, &weights.o, (x, None), (rows.residual, Some(Residual::InPlace)))
     }
 
     pub(super) fn run(

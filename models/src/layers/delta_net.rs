@@ -5,7 +5,10 @@ use std::ops::Range;
 use abi::DType;
 
 use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
-use super::{GroupPhase, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
+use super::{
+    GroupPhase, InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row,
+    planned,
+};
 use crate::config::DeltaNetConfig;
 use crate::loader::Loader;
 use crate::part::{Cut, Part};
@@ -13,6 +16,7 @@ use host::Error;
 use host::Stream;
 use host::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem};
 use host::ops::gated_delta::{GatedDelta, GatedDeltaArgs, GatedDeltaProblem};
+use host::ops::matmul::{Act, Residual};
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
@@ -167,6 +171,8 @@ struct DeltaNetPlans {
     input: ProjectionPlan,
     norm: RmsNorm,
     out: ProjectionPlan,
+    /// Added to the residual, where that is possible.
+    out_added: Option<ProjectionPlan>,
 }
 
 impl DeltaNetBlock {
@@ -188,6 +194,11 @@ impl DeltaNetBlock {
                 input: ProjectionPlan::new(&phase, &weights.input, cols, hidden_size)?,
                 norm: RmsNorm::plan(device, norm)?,
                 out: ProjectionPlan::new(&phase, &weights.out, hidden_size, heads_v * dim_v)?,
+                out_added: ProjectionPlan::in_place(
+                    &phase,
+                    (&weights.out, [hidden_size, heads_v * dim_v], Act::None),
+                    None,
+                )?,
             })
         })?;
         let over_time = |group: &GroupPhase| -> Result<_, Error> {
@@ -224,12 +235,30 @@ impl DeltaNetBlock {
         for plans in self.plans.iter() {
             reports.extend(plans.input.reports());
             reports.push(plans.norm.optimization_report());
-            reports.extend(plans.out.reports());
+            reports.extend(plans.out_added.as_ref().unwrap_or(&plans.out).reports());
         }
         for (conv, rule) in &self.over_time {
             reports.extend([conv.optimization_report(), rule.optimization_report()]);
         }
         reports
+    }
+
+    pub(super) fn adds_in_place(&self, tokens: usize) -> bool {
+        self.plans.holding(tokens).is_ok_and(|plans| plans.out_added.is_some())
+    }
+
+    pub(super) fn run_in_place(
+        &mut self,
+        step: &Step<'_>,
+        weights: &DeltaNet,
+        cache: &mut DeltaState,
+        rows: InPlace<'_>,
+    ) -> Result<(), Error> {
+        let tokens = step.tokens;
+        self.mix(step, (weights, None), cache, *planned(rows.normed.as_ref())?)?;
+        let out = planned(self.plans.holding(tokens)?.out_added.as_ref())?;
+        let x = mixed_rows(&self.normed, tokens)?;
+        out.run_fused(step.stream, &weights.out, (x, None), (rows.residual, Some(Residual::InPlace)))
     }
 
     pub(super) fn run(
@@ -240,6 +269,20 @@ impl DeltaNetBlock {
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
+        self.mix(step, (weights, adapters), cache, x)?;
+        let x = mixed_rows(&self.normed, step.tokens)?;
+        let plans = (&self.plans.holding(step.tokens)?.out, &mut self.low_rank[1]);
+        run_adapted(step, plans, &weights.out, (adapters, Which::Last), x, out)
+    }
+
+    /// From the normed rows to what the output projection gets.
+    fn mix(
+        &mut self,
+        step: &Step<'_>,
+        (weights, adapters): (&DeltaNet, Option<&PartAdapters>),
+        cache: &mut DeltaState,
+        x: TensorView<'_>,
+    ) -> Result<(), Error> {
         let DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, .. } = self.config;
         let (stream, tokens) = (step.stream, step.tokens);
         let plans = self.plans.holding(tokens)?;
@@ -249,8 +292,7 @@ impl DeltaNetBlock {
         let mut convolved = self.convolved.view_mut().slice(0, 0..tokens)?;
         let mut mixed = self.mixed.view_mut().slice(0, 0..tokens)?;
         let mut normed = self.normed.view_mut().slice(0, 0..tokens)?;
-        let [low_rank_in, low_rank_out] = &mut self.low_rank;
-        let input = (&plans.input, low_rank_in);
+        let input = (&plans.input, &mut self.low_rank[0]);
         run_adapted(step, input, &weights.input, (adapters, Which::First), x, projected.reborrow())?;
         let projected = projected.as_view();
 
@@ -295,8 +337,12 @@ impl DeltaNetBlock {
             gate: Some(z),
             out: normed.reborrow(),
         };
-        plans.norm.run(stream, args)?;
-        let normed = normed.as_view().reshape(&[tokens, values])?;
-        run_adapted(step, (&plans.out, low_rank_out), &weights.out, (adapters, Which::Last), normed, out)
+        plans.norm.run(stream, args)
     }
+}
+
+/// What the output projection gets.
+fn mixed_rows(normed: &Tensor, tokens: usize) -> Result<TensorView<'_>, Error> {
+    let cols = normed.shape()[1] * normed.shape()[2];
+    normed.view().slice(0, 0..tokens)?.reshape(&[tokens, cols])
 }

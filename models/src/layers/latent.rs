@@ -4,7 +4,8 @@ use abi::DType;
 
 use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{
-    Group, GroupPhase, Keys, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Span, Step, copy_row,
+    Group, GroupPhase, InPlace, Keys, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Span, Step,
+    copy_row, planned,
 };
 use crate::config::LatentConfig;
 use crate::loader::Loader;
@@ -14,10 +15,10 @@ use host::Stream;
 use host::ops::attention::{Attention, AttentionArgs, AttentionProblem, KvScales, MAX_DECODE_QUERIES, Mask};
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
-use host::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
-use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
+use host::ops::latent_append::{LatentAppend, LatentAppendArgs, LatentAppendProblem};
+use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual, RowNorm};
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-use host::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem};
+use host::ops::rope::RopeInput;
 use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
 
@@ -151,8 +152,6 @@ pub(crate) struct LatentBlock {
     q_a: Tensor,
     /// `[tokens, heads, nope + rope]`
     q: Tensor,
-    /// `[tokens, latent + rope]`, or a few columns more: what is appended.
-    row: Tensor,
     /// `[tokens, heads, value]`
     attended: Tensor,
 }
@@ -161,12 +160,14 @@ pub(crate) struct LatentBlock {
 struct LatentPlans {
     a: ProjectionPlan,
     q_norm: Option<RmsNorm>,
-    kv_norm: RmsNorm,
     q_b: ProjectionPlan,
-    q_rope: Rope,
-    k_rope: Rope,
-    append: KvAppend,
+    append: LatentAppend,
     o: ProjectionPlan,
+    /// Of the residual behind its norm, of the query's latent row behind its own, and added to the residual, where that
+    /// is possible.
+    a_normed: Option<ProjectionPlan>,
+    q_b_normed: Option<ProjectionPlan>,
+    o_added: Option<ProjectionPlan>,
 }
 
 /// The two ways to compute the same: few queries go into the latent space, where the cached rows are keys and values of
@@ -217,35 +218,39 @@ impl LatentPlans {
             let weight = NormWeight::Plain;
             RmsNorm::plan(device, RmsNormProblem { rows: tokens, cols, dtype, eps, weight })
         };
-        let rotated = |heads| {
-            let (head_dim, rotary_dim) = (rope, rope);
-            Rope::plan(device, RopeProblem { tokens, heads, head_dim, rotary_dim, style, dtype })
-        };
         let (q_cols, a_cols) = (heads * config.head_dim(), q_latent.unwrap_or(0) + config.row());
-        let append = KvAppendProblem { tokens, heads: 1, head_dim: config.row(), dtype };
+        let append = LatentAppendProblem {
+            style,
+            ..LatentAppendProblem::new(tokens, heads, [latent, rope], dtype, eps)
+        };
+        let in_place =
+            |weights, n, k, norm| ProjectionPlan::in_place(phase, (weights, [n, k], Act::None), norm);
+        // Without a latent row of its own the query is made of the residual.
+        let q_row_norm = match q_latent {
+            Some(_) => RowNorm { eps, weight: NormWeight::Plain },
+            None => phase.row_norm(),
+        };
+        let q_k = q_latent.unwrap_or(hidden_size);
         Ok(LatentPlans {
+            a_normed: in_place(&weights.a, a_cols, hidden_size, Some(phase.row_norm()))?,
+            q_b_normed: in_place(&weights.q_b, q_cols, q_k, Some(q_row_norm))?,
+            o_added: in_place(&weights.o, hidden_size, heads * value, None)?,
             a: ProjectionPlan::new(phase, &weights.a, a_cols, hidden_size)?,
             q_norm: q_latent.map(norm).transpose()?,
-            kv_norm: norm(latent)?,
-            q_b: ProjectionPlan::new(phase, &weights.q_b, q_cols, q_latent.unwrap_or(hidden_size))?,
-            q_rope: rotated(heads)?,
-            k_rope: rotated(1)?,
-            append: KvAppend::plan(device, append)?,
+            q_b: ProjectionPlan::new(phase, &weights.q_b, q_cols, q_k)?,
+            append: LatentAppend::plan(device, append)?,
             o: ProjectionPlan::new(phase, &weights.o, hidden_size, heads * value)?,
         })
     }
 
     fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports: Vec<OptimizationReport> = self.a.reports().collect();
-        reports.extend(self.q_norm.as_ref().map(Kernel::optimization_report));
-        reports.push(self.kv_norm.optimization_report());
-        reports.extend(self.q_b.reports());
-        reports.extend([
-            self.q_rope.optimization_report(),
-            self.k_rope.optimization_report(),
-            self.append.optimization_report(),
-        ]);
-        reports.extend(self.o.reports());
+        let mut reports: Vec<OptimizationReport> =
+            self.a_normed.as_ref().unwrap_or(&self.a).reports().collect();
+        let q_norm = self.q_norm.as_ref().filter(|_| self.q_b_normed.is_none());
+        reports.extend(q_norm.map(Kernel::optimization_report));
+        reports.extend(self.q_b_normed.as_ref().unwrap_or(&self.q_b).reports());
+        reports.push(self.append.optimization_report());
+        reports.extend(self.o_added.as_ref().unwrap_or(&self.o).reports());
         reports
     }
 }
@@ -290,7 +295,6 @@ impl LatentBlock {
             a: phase.wide_rows(a_cols)?,
             q_a: phase.rows(&[q_latent.unwrap_or(0)])?,
             q: phase.rows(&[heads, nope + rope])?,
-            row: phase.wide_rows(config.row())?,
             attended: phase.rows(&[heads, value])?,
         })
     }
@@ -326,73 +330,129 @@ impl LatentBlock {
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
-        let LatentConfig { heads, q_latent, latent, nope, rope, value, .. } = self.config;
-        let (stream, tokens, row_cols) = (step.stream, step.tokens, self.config.row());
-        let (positions, tables) = (step.positions, step.ropes);
+        let LatentConfig { heads, q_latent, nope, rope, value, .. } = self.config;
+        let (stream, tokens) = (step.stream, step.tokens);
         let plans = self.plans.holding(tokens)?;
         let q_cols = q_latent.unwrap_or(0);
-        let mut a = self.a.view_mut().slice(0, 0..tokens)?.slice(1, 0..q_cols + row_cols)?;
+        let mut a = self.a.view_mut().slice(0, 0..tokens)?.slice(1, 0..q_cols + self.config.row())?;
         let mut q_a = self.q_a.view_mut().slice(0, 0..tokens)?;
-        let mut q = self.q.view_mut().slice(0, 0..tokens)?;
-        let mut row = self.row.view_mut().slice(0, 0..tokens)?.slice(1, 0..row_cols)?;
-        let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        let [low_rank_a, low_rank_q, low_rank_o] = &mut self.low_rank;
+        let [low_rank_a, low_rank_q, _] = &mut self.low_rank;
         let of_a = (&plans.a, low_rank_a);
         run_adapted(step, of_a, &weights.a, (adapters, Which::First), x, a.reborrow())?;
-        let a = a.as_view();
-        let columns = |start: usize, width: usize| a.slice(1, start..start + width);
-
         let x = match (&plans.q_norm, &weights.q_norm) {
             (Some(norm), Some(gain)) => {
-                let (x, weight) = (columns(0, q_cols)?, gain.view());
+                let (x, weight) = (a.as_view().slice(1, 0..q_cols)?, gain.view());
                 norm.run(stream, RmsNormArgs { x, residual: None, gate: None, weight, out: q_a.reborrow() })?;
                 q_a.as_view()
             }
             _ => x,
         };
-        let queries = q.reborrow().reshape(&[tokens, heads * (nope + rope)])?;
+        let queries = self.q.view_mut().slice(0, 0..tokens)?.reshape(&[tokens, heads * (nope + rope)])?;
         run_adapted(step, (&plans.q_b, low_rank_q), &weights.q_b, (adapters, Which::Second), x, queries)?;
+        self.attend(step, weights, cache)?;
+        let plans = (&self.plans.holding(tokens)?.o, &mut self.low_rank[2]);
+        let attended = self.attended.view().slice(0, 0..tokens)?.reshape(&[tokens, heads * value])?;
+        run_adapted(step, plans, &weights.o, (adapters, Which::Last), attended, out)
+    }
 
-        let (x, weight) = (columns(q_cols, latent)?, weights.kv_norm.view());
-        let args =
-            RmsNormArgs { x, residual: None, gate: None, weight, out: row.reborrow().slice(1, 0..latent)? };
-        plans.kv_norm.run(stream, args)?;
-        let x = columns(q_cols + latent, rope)?.reshape(&[tokens, 1, rope])?;
-        let rotated = row.reborrow().slice(1, latent..row_cols)?.reshape(&[tokens, 1, rope])?;
-        plans.k_rope.run(stream, RopeArgs { x: RopeInput::From(x), positions, tables, out: rotated })?;
-        let slots = cache.rows.shape()[0] * cache.rows.shape()[1];
-        let args = KvAppendArgs {
-            k: row.as_view().reshape(&[tokens, 1, row_cols])?,
-            v: None,
-            slots: step.slots,
-            k_cache: cache.rows.view_mut().reshape(&[slots, 1, row_cols])?,
-            v_cache: None,
+    pub(super) fn works_in_place(&self, tokens: usize) -> bool {
+        let is_normed = |plans: &LatentPlans| {
+            plans.a_normed.is_some() && (plans.q_norm.is_some() || plans.q_b_normed.is_some())
         };
-        plans.append.run(stream, args)?;
+        self.adds_in_place(tokens) && self.plans.holding(tokens).is_ok_and(is_normed)
+    }
+
+    pub(super) fn adds_in_place(&self, tokens: usize) -> bool {
+        self.plans.holding(tokens).is_ok_and(|plans| plans.o_added.is_some())
+    }
+
+    pub(super) fn run_in_place(
+        &mut self,
+        step: &Step<'_>,
+        weights: &LatentAttention,
+        cache: &mut LatentRows,
+        rows: InPlace<'_>,
+    ) -> Result<(), Error> {
+        let LatentConfig { heads, q_latent, nope, rope, value, .. } = self.config;
+        let (stream, tokens) = (step.stream, step.tokens);
+        let plans = self.plans.holding(tokens)?;
+        let q_cols = q_latent.unwrap_or(0);
+        let (x, gain) = rows.input();
+        let mut a = self.a.view_mut().slice(0, 0..tokens)?.slice(1, 0..q_cols + self.config.row())?;
+        let first = planned(gain.map_or(Some(&plans.a), |_| plans.a_normed.as_ref()))?;
+        first.run_fused(stream, &weights.a, (x, gain), (a.reborrow(), None))?;
+        let q_row = a.as_view().slice(1, 0..q_cols)?;
+        let mut q_a = self.q_a.view_mut().slice(0, 0..tokens)?;
+        let (second, x) = match (&plans.q_norm, &weights.q_norm, &plans.q_b_normed) {
+            (Some(_), Some(q_gain), Some(normed)) => (normed, (q_row, Some(q_gain.view()))),
+            (Some(norm), Some(q_gain), None) => {
+                let (weight, out) = (q_gain.view(), q_a.reborrow());
+                norm.run(stream, RmsNormArgs { x: q_row, residual: None, gate: None, weight, out })?;
+                (&plans.q_b, (q_a.as_view(), None))
+            }
+            _ => (planned(gain.map_or(Some(&plans.q_b), |_| plans.q_b_normed.as_ref()))?, (x, gain)),
+        };
+        let queries = self.q.view_mut().slice(0, 0..tokens)?.reshape(&[tokens, heads * (nope + rope)])?;
+        second.run_fused(stream, &weights.q_b, x, (queries, None))?;
+        self.attend(step, weights, cache)?;
+        let o = planned(self.plans.holding(tokens)?.o_added.as_ref())?;
+        let attended = self.attended.view().slice(0, 0..tokens)?.reshape(&[tokens, heads * value])?;
+        o.run_fused(stream, &weights.o, (attended, None), (rows.residual, Some(Residual::InPlace)))
+    }
+
+    /// From the latent rows and the queries to what the output projection gets.
+    fn attend(
+        &mut self,
+        step: &Step<'_>,
+        weights: &LatentAttention,
+        cache: &mut LatentRows,
+    ) -> Result<(), Error> {
+        let LatentConfig { q_latent, nope, rope, .. } = self.config;
+        let (stream, tokens, row_cols) = (step.stream, step.tokens, self.config.row());
+        let append = &self.plans.holding(tokens)?.append;
+        let q_cols = q_latent.unwrap_or(0);
+        let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
+        let weight = weights.kv_norm.view();
 
         // Zipped by hand: a form has memory of its own.
         for (form, group) in std::iter::zip(&mut self.forms, step.groups) {
             let Some(group) = group else { continue };
             let rows = group.rows.clone();
-            let positions = positions.slice(0, rows.clone())?;
-            let mut q = q.reborrow().slice(0, rows.clone())?;
+            let [positions, slots] = [step.positions, step.slots].map(|of| of.slice(0, rows.clone()));
+            let x = self.a.view().slice(0, rows.clone())?.slice(1, q_cols..q_cols + row_cols)?;
+            let mut q = self.q.view_mut().slice(0, rows.clone())?;
             let out = attended.reborrow().slice(0, rows)?;
+            let all_slots = cache.rows.shape()[0] * cache.rows.shape()[1];
+            let (rotated, unrotated) = (nope..nope + rope, q.as_view());
+            let (q_rope, q_out) = match form {
+                Form::Absorbed(form) => {
+                    let from = RopeInput::From(unrotated.slice(2, rotated)?);
+                    (from, form.rotated(&self.config, group)?)
+                }
+                Form::Naive(_) => (RopeInput::InPlace, q.reborrow().slice(2, rotated)?),
+            };
+            let to = cache.rows.view_mut().reshape(&[all_slots, row_cols])?;
+            let args = LatentAppendArgs {
+                q: q_rope,
+                x,
+                weight,
+                positions: positions?,
+                tables: step.ropes,
+                slots: slots?,
+                q_out,
+                cache: to,
+            };
+            append.run(stream, args)?;
             match form {
                 Form::Absorbed(form) => {
-                    let x = RopeInput::From(q.as_view().slice(2, nope..nope + rope)?);
-                    let rotated = form.rotated(&self.config, group)?;
-                    plans.q_rope.run(stream, RopeArgs { x, positions, tables, out: rotated })?;
                     form.run(stream, group, &self.config, weights, cache, q.as_view(), out)?;
                 }
                 Form::Naive(form) => {
-                    let (x, rotated) = (RopeInput::InPlace, q.reborrow().slice(2, nope..nope + rope)?);
-                    plans.q_rope.run(stream, RopeArgs { x, positions, tables, out: rotated })?;
                     form.run(stream, group, &self.config, weights, cache, q.as_view(), out)?;
                 }
             }
         }
-        let attended = attended.as_view().reshape(&[tokens, heads * value])?;
-        run_adapted(step, (&plans.o, low_rank_o), &weights.o, (adapters, Which::Last), attended, out)
+        Ok(())
     }
 }
 

@@ -77,14 +77,15 @@ impl MlpBlock {
         let &MlpConfig { intermediate_size: inner, activation } = config;
         let hidden_size = phase.config.hidden_size;
         let plans = phase.plans(|phase| {
+            let act = Act::Gated(activation);
+            let first = (&weights.gate_up, [inner, hidden_size], act);
+            let first = ProjectionPlan::in_place(&phase, first, Some(phase.row_norm()))?;
+            let last = (&weights.down, [hidden_size, inner], Act::None);
+            let last = ProjectionPlan::in_place(&phase, last, None)?;
             Ok(MlpPlans {
                 gate_up: ProjectionPlan::gated(&phase, &weights.gate_up, inner, hidden_size, activation)?,
                 down: ProjectionPlan::new(&phase, &weights.down, hidden_size, inner)?,
-                in_place: ProjectionPlan::in_place(
-                    &phase,
-                    (&weights.gate_up, [inner, hidden_size], Act::Gated(activation)),
-                    (&weights.down, [hidden_size, inner]),
-                )?,
+                in_place: first.zip(last).map(|(first, last)| [first, last]),
             })
         })?;
         let (adapted_gate, low_rank) =
@@ -110,7 +111,7 @@ impl MlpBlock {
         weights: &Mlp,
         rows: InPlace<'_>,
     ) -> Result<(), Error> {
-        let InPlace { residual, gain } = rows;
+        let InPlace { residual, gain, .. } = rows;
         let Some([gate_up, down]) = &self.plans.holding(1)?.in_place else {
             return Err(Error::invalid("Session", "layer", "plans for one token", "none"));
         };

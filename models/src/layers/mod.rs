@@ -38,7 +38,7 @@ use host::Invariance;
 use host::OptimizationReport;
 use host::Stream;
 use host::group::Communicator;
-use host::ops::matmul::{Act, Activations, Bias, Epilogue, Matmul, MatmulProblem};
+use host::ops::matmul::{Act, Activations, Bias, Epilogue, Matmul, MatmulProblem, RowNorm};
 use host::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use host::ops::rope::RopeTables;
 use host::{Tensor, TensorView, TensorViewMut};
@@ -219,6 +219,12 @@ impl<'a> Phase<'a> {
         RmsNorm::plan(self.stream.device(), self.norm_problem(rows, cols))
     }
 
+    /// The same in the product behind it.
+    pub(super) fn row_norm(&self) -> RowNorm {
+        let norm = self.config.norm;
+        RowNorm { eps: norm.eps, weight: norm.weight }
+    }
+
     fn norm_problem(&self, rows: usize, cols: usize) -> RmsNormProblem {
         let (dtype, norm) = (self.dtype, self.config.norm);
         RmsNormProblem { rows, cols, dtype, eps: norm.eps, weight: norm.weight }
@@ -294,12 +300,21 @@ impl Mixer {
     }
 }
 
-/// The residual that parts of a layer work on themselves: their first product norms it, and their last one adds to it.
+/// The residual that parts of a layer work on themselves: their first products norm it, and their last one adds to it.
 pub(super) struct InPlace<'a> {
     /// `[1, hidden]`.
     pub(super) residual: TensorViewMut<'a>,
     /// `[hidden]`.
     pub(super) gain: TensorView<'a>,
+    /// `[1, hidden]`: the residual behind its norm, of a part that [only adds](MixerBlock::adds_in_place).
+    pub(super) normed: Option<TensorView<'a>>,
+}
+
+impl<'a> InPlace<'a> {
+    /// What the first products are of: the normed residual, or that itself and the norm's gain.
+    pub(super) fn input(&self) -> (TensorView<'_>, Option<TensorView<'a>>) {
+        self.normed.map_or((self.residual.as_view(), Some(self.gain)), |normed| (normed, None))
+    }
 }
 
 impl FeedForward {
@@ -358,11 +373,22 @@ impl MixerBlock {
     pub(super) fn works_in_place(&self, tokens: usize) -> bool {
         match self {
             MixerBlock::Attention(block) => block.works_in_place(tokens),
-            MixerBlock::Idle | MixerBlock::DeltaNet(_) | MixerBlock::Latent(_) => false,
+            MixerBlock::Latent(block) => block.works_in_place(tokens),
+            MixerBlock::Idle | MixerBlock::DeltaNet(_) => false,
         }
     }
 
-    /// Adds what the mixer makes of the residual, behind the norm, to it; of those that `works_in_place`.
+    /// Whether it has plans to add to the residual itself what it makes of the normed rows of so many tokens.
+    pub(super) fn adds_in_place(&self, tokens: usize) -> bool {
+        match self {
+            MixerBlock::Idle => false,
+            MixerBlock::Attention(block) => block.adds_in_place(tokens),
+            MixerBlock::DeltaNet(block) => block.adds_in_place(tokens),
+            MixerBlock::Latent(block) => block.adds_in_place(tokens),
+        }
+    }
+
+    /// Adds what the mixer makes of the residual, behind the norm, to it; of those that do so for as many tokens.
     pub(super) fn run_in_place(
         &mut self,
         step: &Step<'_>,
@@ -372,6 +398,12 @@ impl MixerBlock {
     ) -> Result<(), Error> {
         match (self, weights, cache) {
             (MixerBlock::Attention(block), Mixer::Attention(weights), Cache::KeysValues(cache)) => {
+                block.run_in_place(step, weights, cache, rows)
+            }
+            (MixerBlock::DeltaNet(block), Mixer::DeltaNet(weights), Cache::Delta(cache)) => {
+                block.run_in_place(step, weights, cache, rows)
+            }
+            (MixerBlock::Latent(block), Mixer::Latent(weights), Cache::LatentRows(cache)) => {
                 block.run_in_place(step, weights, cache, rows)
             }
             _ => Err(Error::invalid("Session", "layer", "the parts of one mixer", "those of several")),
@@ -447,7 +479,16 @@ impl FeedForwardBlock {
     pub(super) fn works_in_place(&self, tokens: usize) -> bool {
         match self {
             FeedForwardBlock::Mlp(block) => block.works_in_place(tokens),
-            FeedForwardBlock::Idle | FeedForwardBlock::Moe(_) => false,
+            FeedForwardBlock::Moe(block) => block.works_in_place(tokens),
+            FeedForwardBlock::Idle => false,
+        }
+    }
+
+    /// As [`MixerBlock::adds_in_place`].
+    pub(super) fn adds_in_place(&self, tokens: usize) -> bool {
+        match self {
+            FeedForwardBlock::Moe(block) => block.adds_in_place(tokens),
+            FeedForwardBlock::Idle | FeedForwardBlock::Mlp(_) => false,
         }
     }
 
@@ -460,6 +501,9 @@ impl FeedForwardBlock {
     ) -> Result<(), Error> {
         match (self, weights) {
             (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => {
+                block.run_in_place(step, weights, rows)
+            }
+            (FeedForwardBlock::Moe(block), FeedForward::Moe(weights)) => {
                 block.run_in_place(step, weights, rows)
             }
             _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),
@@ -484,6 +528,11 @@ impl FeedForwardBlock {
             _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),
         }
     }
+}
+
+/// A plan to work on the residual itself, of a part that has said that it does.
+fn planned<T>(plan: Option<&T>) -> Result<&T, Error> {
+    plan.ok_or_else(|| Error::invalid("Session", "layer", "plans to work on the residual", "none"))
 }
 
 /// Makes the first `len` entries of row `to` of a cache what those of row `from` are; the rows differ.

@@ -8,14 +8,16 @@ use super::expert_low_rank::{AdaptedExperts, Pairs};
 use super::low_rank::{Adapted, PartAdapters};
 use super::mlp::MlpBlock;
 use super::projection::ExpertsPlan;
-use super::{Linear, Mlp, Phase, Plans, ProjectionKind, ProjectionWeight, Step};
+use super::{InPlace, Linear, Mlp, Phase, Plans, ProjectionKind, ProjectionWeight, Step, planned};
 use crate::config::MoeConfig;
 use crate::loader::Loader;
 use crate::part::Cut;
 use host::Error;
+use host::ops::Store;
+use host::ops::fused_moe::{FusedMoe, FusedMoeArgs, FusedMoeProblem};
 use host::ops::glu::{Glu, GluArgs, GluProblem};
 use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulProblem, GroupedRows};
-use host::ops::matmul::{Matmul, MatmulProblem};
+use host::ops::matmul::{Matmul, MatmulArgs, MatmulProblem};
 use host::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
 use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
 use host::ops::moe_router::{
@@ -124,6 +126,19 @@ struct MoePlans {
     /// Of the experts; none at a rank that has none of their columns.
     experts: Option<ExpertPlans>,
     combine: MoeCombine,
+    /// On the residual itself, if that is possible: in fewer launches, or else with a sum that is added to it.
+    in_place: Option<MoeInPlace>,
+    added: Option<MoeCombine>,
+}
+
+/// The mixture of a single token, added to the residual.
+#[derive(Debug)]
+struct MoeInPlace {
+    router: MoeRouter,
+    /// The router's product and the experts, of the residual behind its norm; where there are kernels for both.
+    normed: Option<(Matmul, FusedMoe)>,
+    /// Of normed rows.
+    experts: FusedMoe,
 }
 
 #[derive(Debug)]
@@ -166,7 +181,7 @@ impl MoePlans {
             ExpertsPlan::new(phase, weights, GroupedMatmulProblem { from, gate, ..problem })
         };
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
-        let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
+        let combine = MoeCombineProblem::new(tokens, top_k, hidden_size, dtype);
         let from = GroupedRows::Gathered { fan_out: top_k };
         let OwnExperts { first_expert, experts: own } = own;
         let own = MoePermuteProblem { first_expert, ..MoePermuteProblem::new(tokens, top_k, own) };
@@ -183,7 +198,12 @@ impl MoePlans {
                 down: product(&moe.down, hidden_size, inner, GroupedRows::Sorted, None)?,
             })
         };
+        let in_place = MoeInPlace::new(phase, config, moe, (logits, choice))?;
+        let adds = phase.may_work_in_place() && in_place.is_none();
+        let added = MoeCombineProblem { store: Store::Add, ..combine };
         Ok(MoePlans {
+            in_place,
+            added: adds.then(|| MoeCombine::plan(device, added)).transpose()?,
             logits: Matmul::plan(device, logits)?,
             router: MoeRouter::plan(device, if sorts { sorting } else { choice })?,
             permute: (!sorts).then(|| MoePermute::plan(device, own)).transpose()?,
@@ -193,6 +213,15 @@ impl MoePlans {
     }
 
     fn reports(&self) -> Vec<OptimizationReport> {
+        if let Some(MoeInPlace { router, normed, experts }) = &self.in_place {
+            let (logits, experts) =
+                normed.as_ref().map_or((&self.logits, experts), |(logits, experts)| (logits, experts));
+            return vec![
+                logits.optimization_report(),
+                router.optimization_report(),
+                experts.optimization_report(),
+            ];
+        }
         let mut reports = vec![self.logits.optimization_report(), self.router.optimization_report()];
         reports.extend(self.permute.iter().map(Kernel::optimization_report));
         if let Some(ExpertPlans { gate_up, glu, down }) = &self.experts {
@@ -202,6 +231,48 @@ impl MoePlans {
         }
         reports.push(self.combine.optimization_report());
         reports
+    }
+}
+
+impl MoeInPlace {
+    /// With the problems of the router's product and of the router, which sorts nothing.
+    fn new(
+        phase: &Phase<'_>,
+        config: &MoeConfig,
+        moe: &Moe,
+        (logits, choice): (MatmulProblem, MoeRouterProblem),
+    ) -> Result<Option<Self>, Error> {
+        let &MoeConfig { num_experts, top_k, expert, shared, .. } = config;
+        let (device, hidden_size) = (phase.stream.device(), phase.config.hidden_size);
+        let is_plain = moe.gate_up.kind().is_empty()
+            && moe.down.kind().is_empty()
+            && moe.shared.iter().flat_map(Mlp::kinds).all(|kind| kind.is_empty());
+        // The shared expert is one of the others' size, or there is none.
+        let is_alike = shared.is_none_or(|shared| shared.mlp == expert);
+        if !phase.may_work_in_place() || !is_plain || !is_alike {
+            return Ok(None);
+        }
+        let sizes = [hidden_size, expert.intermediate_size];
+        let experts = FusedMoeProblem {
+            activation: expert.activation,
+            shared: shared.is_some(),
+            store: Store::Add,
+            ..FusedMoeProblem::new(phase.tokens, [top_k, num_experts], sizes, phase.dtype)
+        };
+        if FusedMoe::supports(device, &experts).is_err() {
+            return Ok(None);
+        }
+        let norm = Some(phase.row_norm());
+        let normed = MatmulProblem { norm, ..logits };
+        let normed = Matmul::supports(device, &normed).is_ok().then(|| {
+            let experts = FusedMoe::plan(device, FusedMoeProblem { norm, ..experts })?;
+            Ok::<_, Error>((Matmul::plan(device, normed)?, experts))
+        });
+        Ok(Some(MoeInPlace {
+            router: MoeRouter::plan(device, choice)?,
+            normed: normed.transpose()?,
+            experts: FusedMoe::plan(device, experts)?,
+        }))
     }
 }
 
@@ -246,6 +317,63 @@ impl MoeBlock {
         reports
     }
 
+    pub(super) fn works_in_place(&self, tokens: usize) -> bool {
+        let normed = |plans: &MoePlans| plans.in_place.as_ref().is_some_and(|plans| plans.normed.is_some());
+        self.plans.holding(tokens).is_ok_and(normed)
+    }
+
+    pub(super) fn adds_in_place(&self, tokens: usize) -> bool {
+        self.plans.holding(tokens).is_ok_and(|plans| plans.in_place.is_some() || plans.added.is_some())
+    }
+
+    pub(super) fn run_in_place(
+        &mut self,
+        step: &Step<'_>,
+        weights: &Moe,
+        rows: InPlace<'_>,
+    ) -> Result<(), Error> {
+        let (stream, num_experts) = (step.stream, self.config.num_experts);
+        let plans = self.plans.holding(step.tokens)?;
+        let Some(in_place) = &plans.in_place else {
+            let normed = *planned(rows.normed.as_ref())?;
+            return self.add_up(step, (weights, None), normed, (rows.residual, Store::Add));
+        };
+        let tokens = 0..step.tokens;
+        let (x, gain) = rows.input();
+        let (product, experts) = match gain {
+            Some(_) => planned(in_place.normed.as_ref()).map(|(product, experts)| (product, experts))?,
+            None => (&plans.logits, &in_place.experts),
+        };
+        let mut logits = self.logits.view_mut().slice(0, tokens.clone())?;
+        let args = MatmulArgs { gain, ..MatmulArgs::new(x, weights.router.weight.view(), logits.reborrow()) };
+        product.run(stream, args)?;
+        let mut ids = self.ids.view_mut().slice(0, tokens.clone())?;
+        let mut pair_weights = self.weights.view_mut().slice(0, tokens)?;
+        let args = MoeRouterArgs {
+            logits: logits.as_view().slice(1, 0..num_experts)?,
+            bias: weights.correction_bias.as_ref().map(Constant::view),
+            ids: ids.reborrow(),
+            weights: pair_weights.reborrow(),
+            sorted: None,
+        };
+        in_place.router.run(stream, args)?;
+        let shared = weights.shared.as_ref();
+        let has_gate = self.config.has_shared_gate() && shared.is_some();
+        let args = FusedMoeArgs {
+            x: rows.normed,
+            gain,
+            shared_gate_up: shared.map(|mlp| mlp.gate_up.weight.matrix()).transpose()?,
+            shared_down: shared.map(|mlp| mlp.down.weight.matrix()).transpose()?,
+            gate: has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?,
+            ..FusedMoeArgs::new(
+                [ids.as_view(), pair_weights.as_view()],
+                [weights.gate_up.matrix()?, weights.down.matrix()?],
+                rows.residual,
+            )
+        };
+        experts.run(stream, args)
+    }
+
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
@@ -253,9 +381,23 @@ impl MoeBlock {
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
+        self.add_up(step, (weights, adapters), x, (out, Store::Replace))
+    }
+
+    fn add_up(
+        &mut self,
+        step: &Step<'_>,
+        (weights, adapters): (&Moe, Option<&PartAdapters>),
+        x: TensorView<'_>,
+        (out, store): (TensorViewMut<'_>, Store),
+    ) -> Result<(), Error> {
         let MoeConfig { num_experts, top_k, expert, .. } = self.config;
         let (stream, tokens) = (step.stream, x.shape()[0]);
         let plans = self.plans.holding(tokens)?;
+        let combine = match store {
+            Store::Replace => &plans.combine,
+            Store::Add => planned(plans.added.as_ref())?,
+        };
         let (rows, pairs) = (0..tokens, 0..tokens * top_k);
         let inner = expert.intermediate_size;
 
@@ -314,7 +456,7 @@ impl MoeBlock {
             (Some(ExpertPlans { glu: Some(glu), .. }), Some((block, added))) => {
                 let from = (x, gate_up.as_view(), glu);
                 block.first(stream, added, pairs_of, from, activated.reborrow())?;
-                let by = (weights, &plans.combine, pair_weights.as_view());
+                let by = (weights, combine, pair_weights.as_view());
                 let from = (pairs_of, activated.as_view());
                 block.last(stream, added, from, by, (shared, gate), projected.reborrow())?
             }
@@ -337,6 +479,6 @@ impl MoeBlock {
             gate,
             out,
         };
-        plans.combine.run(stream, args)
+        combine.run(stream, args)
     }
 }

@@ -6,7 +6,6 @@ use crate::part::Cut;
 use host::ops::glu::Activation;
 use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem};
 use host::ops::matmul::{Act, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, Residual, RowNorm};
-use host::ops::rmsnorm::RmsNormProblem;
 use host::weight::{Layout, Weight};
 use host::{Constant, Error, Kernel, OptimizationReport, Stream, TensorView, TensorViewMut};
 
@@ -110,6 +109,14 @@ impl ProjectionWeight {
         }
     }
 
+    /// A weight that is not quantised.
+    pub(crate) fn matrix(&self) -> Result<TensorView<'_>, Error> {
+        match self {
+            ProjectionWeight::Plain(weight) => Ok(weight.view()),
+            _ => Err(Error::invalid("Session", "layer", "plain weights, as planned", "quantised ones")),
+        }
+    }
+
     /// As the operand of a product, of a weight in one part.
     pub(crate) fn operand(&self) -> MatmulB<'_> {
         match self {
@@ -192,39 +199,34 @@ impl ProjectionPlan {
         Ok(ProjectionPlan { parts: vec![(phase.product(n, k, false, Act::Gated(activation), form)?, n)] })
     }
 
-    /// The first and the last projection of a part that works on the residual itself, `[n, k]` each: of the residual
-    /// behind its norm, gated if so, and of what is added to it. None where there is no kernel for that.
+    /// The same, `[n, k]`, of a part of a layer that works on the residual itself: of the residual behind its norm, or
+    /// added to it. None where no part does, and where there is no kernel for that.
     pub(crate) fn in_place(
         phase: &Phase<'_>,
-        (first, [n, k], act): (&Projection, [usize; 2], Act),
-        (last, [last_n, last_k]): (&Projection, [usize; 2]),
-    ) -> Result<Option<[Self; 2]>, Error> {
+        (weights, [n, k], act): (&Projection, [usize; 2], Act),
+        norm: Option<RowNorm>,
+    ) -> Result<Option<Self>, Error> {
         if !phase.may_work_in_place() {
             return Ok(None);
         }
-        let (device, RmsNormProblem { eps, weight, .. }) = (phase.stream.device(), phase.norm_problem(1, k));
-        let norm = Some(RowNorm { eps, weight });
-        let problems = |of: &Projection, n: usize, k: usize, act| -> Vec<MatmulProblem> {
-            let part = |rows, form| phase.problem(rows, k, of.bias.is_some(), act, form);
-            match &of.kind()[..] {
-                [] => vec![part(n, None)],
-                // A gate's and up's rows are in one part.
-                &[(_, form)] => vec![part(n, Some(form))],
-                kind => kind.iter().map(|&(rows, form)| part(rows, Some(form))).collect(),
-            }
+        let part = |rows, form| {
+            let mut problem = phase.problem(rows, k, weights.bias.is_some(), act, form);
+            problem.norm = norm;
+            problem.epilogue.residual = norm.is_none();
+            problem
         };
-        let first: Vec<_> =
-            problems(first, n, k, act).into_iter().map(|part| MatmulProblem { norm, ..part }).collect();
-        let mut last = problems(last, last_n, last_k, Act::None);
-        last.iter_mut().for_each(|part| part.epilogue.residual = true);
-        if first.iter().chain(&last).any(|part| Matmul::supports(device, part).is_err()) {
+        let problems: Vec<MatmulProblem> = match &weights.kind()[..] {
+            [] => vec![part(n, None)],
+            // A gate's and up's rows are in one part.
+            &[(_, form)] => vec![part(n, Some(form))],
+            kind => kind.iter().map(|&(rows, form)| part(rows, Some(form))).collect(),
+        };
+        let device = phase.stream.device();
+        if problems.iter().any(|problem| Matmul::supports(device, problem).is_err()) {
             return Ok(None);
         }
-        let plan = |problems: Vec<MatmulProblem>| {
-            let parts = problems.into_iter().map(|problem| Ok((Matmul::plan(device, problem)?, problem.n)));
-            Ok::<_, Error>(ProjectionPlan { parts: parts.collect::<Result<_, Error>>()? })
-        };
-        Ok(Some([plan(first)?, plan(last)?]))
+        let parts = problems.into_iter().map(|problem| Ok((Matmul::plan(device, problem)?, problem.n)));
+        Ok(Some(ProjectionPlan { parts: parts.collect::<Result<_, Error>>()? }))
     }
 
     pub(crate) fn reports(&self) -> impl Iterator<Item = OptimizationReport> + use<'_> {
