@@ -58,7 +58,10 @@ pub const HEAD_BYTES: u32 = 512;
 pub const MAX_SLOTS: u32 = HEAD_BYTES / SLOT_BYTES;
 /// Bytes of a slot in the head: its expert, and what its result is multiplied by.
 pub const SLOT_BYTES: u32 = 8;
-/// Most bytes of the rows that a block holds: one of x, or those between the products of a token.
+/// Pieces of 16 bytes that a warp takes of a row of down at a time: as many as it has lanes.
+pub const DOWN_PIECES: u32 = 32;
+/// Most bytes of the rows that a block holds: one of x, or those between the products of a token, in f32 and filled up
+/// to whole [`DOWN_PIECES`].
 pub const MAX_ROW_BYTES: u32 = (48 << 10) - HEAD_BYTES;
 
 /// What a kernel makes.

@@ -18,18 +18,19 @@
 //! ```
 //!
 //! **down**: a warp has a column of out and all experts of the token, one after the other, so that what is added up
-//! stays in its registers; the rows between the products lie in shared memory.
+//! stays in its registers; the rows between the products lie in shared memory, in f32 and times their weights. Each is
+//! filled up with zeros to whole steps of a warp, so that a sum goes over all of them as over one row.
 //!
 //! ```text
-//! a          | slot 0: row of inner | slot 1 | …           loads run ahead over the ends of slots
-//! down, col  | expert e0, row col   | e1     | …           sum += weight · (product of a piece)
+//! a · weight | slot 0: row of inner, zeros | slot 1 | …    loads run ahead over the ends of slots
+//! down, col  | expert e0, row col          | e1     | …    sum += (a · weight) · down
 //! ```
 //!
 //! A number of no expert is left out: neither weights nor what is between are read for it. The sums of a column, and
 //! their order, depend on the token alone.
 
 use abi::exact::sigmoid;
-use abi::ops::fused_moe::{FusedMoeDims, HEAD_BYTES, SLOT_BYTES, THREADS, WARPS};
+use abi::ops::fused_moe::{DOWN_PIECES, FusedMoeDims, HEAD_BYTES, SLOT_BYTES, THREADS, WARPS};
 use abi::ops::matmul::MatmulNorm;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, math, shared, thread, warp};
@@ -221,32 +222,19 @@ struct DownInputs<T> {
     gate: *const f32,
 }
 
-/// A place among the pieces of a token's slots, 32 at a time.
-#[derive(Clone, Copy)]
-struct Place {
-    slot: u32,
-    /// Of the slot's row.
-    first: u32,
-}
-
-impl Place {
-    /// The next one of rows of `num_pieces`.
-    #[inline(always)]
-    fn next(self, num_pieces: u32) -> Self {
-        if self.first + 32 < num_pieces {
-            Place { first: self.first + 32, ..self }
-        } else {
-            Place { slot: self.slot + 1, first: 0 }
-        }
-    }
+/// Where 4 of the elements of a piece of the rows between the products lie in shared memory, in f32: the first, or the
+/// last where a piece has 8. Pieces of a token are neighbours, and so are those that a warp reads at once.
+#[inline(always)]
+fn weighted_at(piece: u32, half: u32, num_pieces: u32) -> u32 {
+    row_at(half * num_pieces + piece)
 }
 
 /// Some columns of a token's out.
 ///
 /// # Safety
 /// - Blocks of [`THREADS`] threads (*converged*), a row of them for each token; shared memory for the head and the
-///   token's rows; tensors *in-bounds* for `dims`, and of whole pieces, *aligned(16)*, if `PIECES` — checked in
-///   `FusedMoe::run`.
+///   token's rows in f32, each of whole [`DOWN_PIECES`]; tensors *in-bounds* for `dims`, and of whole pieces,
+///   *aligned(16)*, if `PIECES` — checked in `FusedMoe::run`.
 #[inline(always)]
 unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECES: bool>(
     inputs: &DownInputs<T>,
@@ -255,13 +243,16 @@ unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECE
 ) {
     let (token, inner) = (thread::block_idx_y(), dims.inner);
     let (member, lane) = (thread::thread_idx_x(), thread::lane());
+    // Of a slot: those of a row, and with those that fill it up.
     let num_pieces = inner.div_ceil(T::PER_PIECE);
+    let padded = num_pieces.next_multiple_of(DOWN_PIECES);
+    let all = dims.slots * padded;
     let slot_at = |slot: u32| shared::base() + SLOT_BYTES * slot;
     // Columns past the end are computed from the last one, and not stored.
     let col = thread::block_idx_x() * WARPS + thread::warp_idx();
     let row = col.min(dims.hidden - 1) as usize;
-    // SAFETY: slots below `slots` have their places in the head, which all read behind the barrier; pieces below
-    // `num_pieces` theirs behind it; rows of experts that there are — `FusedMoe::run`.
+    // SAFETY: slots below `slots` have their places in the head, which all read behind the barrier; pieces below `all`
+    // theirs behind the next; rows of experts that there are — `FusedMoe::run`.
     unsafe {
         if member < dims.slots {
             let expert = expert_of(inputs.ids, token, member, dims);
@@ -275,30 +266,35 @@ unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECE
             shared::store_u32x2(slot_at(member), [expert, weight.to_bits()]);
         }
         thread::sync_threads();
-        let load = |Place { slot, first }: Place| {
+        // The column's row of a slot's weight; none of an expert that there is not.
+        let weight_of = |slot: u32| {
             if slot >= dims.slots {
-                return [0; 4];
+                return core::ptr::null();
             }
             let [expert, _] = shared::load_u32x2(slot_at(slot));
             if expert == NOBODY {
-                return [0; 4];
-            }
-            let weight = if slot < dims.top_k {
+                core::ptr::null()
+            } else if slot < dims.top_k {
                 let of_expert = inputs.down.wrapping_add(expert as usize * dims.down_expert_stride as usize);
                 of_expert.wrapping_add(row * dims.down_stride as usize)
             } else {
                 inputs.shared.wrapping_add(row * dims.shared_down_stride as usize)
-            };
-            load_weight::<T, PIECES>(weight, first + lane, inner)
+            }
         };
-        // Where loads go on, and where products do.
-        let (mut ahead, mut place) = (Place { slot: 0, first: 0 }, Place { slot: 0, first: 0 });
+        // Where loads go on: the slot, its weight, and a piece of that.
+        let (mut slot, mut weight, mut first) = (0, weight_of(0), 0);
         let mut load_some = || {
             let mut loaded = [[0; 4]; UNROLL];
             let mut u = 0;
             while u < UNROLL {
-                loaded[u] = load(ahead);
-                ahead = ahead.next(num_pieces);
+                if !weight.is_null() {
+                    loaded[u] = load_weight::<T, PIECES>(weight, first + lane, inner);
+                }
+                first += DOWN_PIECES;
+                if first >= padded {
+                    slot += 1;
+                    (weight, first) = (weight_of(slot), 0);
+                }
                 u += 1;
             }
             loaded
@@ -310,21 +306,22 @@ unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECE
             added = global::load(out).to_f32();
         }
 
+        // Each row times its slot's weight; zeros behind it, and of an expert that there is not.
         let first_row = token as usize * dims.slots as usize;
-        let staged = dims.slots * num_pieces;
         let mut index = member;
-        while index < staged {
-            let mut pieces = [[0; 4]; STAGED];
+        while index < all {
+            let (mut pieces, mut weights) = ([[0; 4]; STAGED], [0.0; STAGED]);
             let mut i = 0;
             while i < STAGED {
                 let at = index + i as u32 * THREADS;
-                if at < staged {
+                if at < all {
                     // At least 1 here; `max` tells the compiler.
-                    let (slot, piece) = (at / num_pieces.max(1), at % num_pieces.max(1));
-                    let [expert, _] = shared::load_u32x2(slot_at(slot));
+                    let (slot, piece) = (at / padded.max(1), at % padded.max(1));
+                    let [expert, weight] = shared::load_u32x2(slot_at(slot));
                     if expert != NOBODY {
                         let row = (first_row + slot as usize) * dims.activated_stride as usize;
                         pieces[i] = load_piece::<T, PIECES>(inputs.activated.wrapping_add(row), piece, inner);
+                        weights[i] = f32::from_bits(weight);
                     }
                 }
                 i += 1;
@@ -332,8 +329,20 @@ unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECE
             let mut i = 0;
             while i < STAGED {
                 let at = index + i as u32 * THREADS;
-                if at < staged {
-                    shared::store_u32x4(row_at(at), pieces[i]);
+                if at < all {
+                    let mut values = [0.0; 8];
+                    T::unpack(pieces[i], &mut values);
+                    let mut half = 0;
+                    while half < T::PER_PIECE / 4 {
+                        let mut words = [0; 4];
+                        let mut j = 0;
+                        while j < 4 {
+                            words[j] = (values[4 * half as usize + j] * weights[i]).to_bits();
+                            j += 1;
+                        }
+                        shared::store_u32x4(weighted_at(at, half, all), words);
+                        half += 1;
+                    }
                 }
                 i += 1;
             }
@@ -341,25 +350,31 @@ unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECE
         }
         thread::sync_threads();
 
-        let mut sum = 0.0;
+        let (mut sum, mut at) = (0.0, lane);
         let mut multiply = |held: &[[u32; 4]; UNROLL]| {
             let mut u = 0;
             while u < UNROLL {
-                let piece = place.first + lane;
-                if place.slot < dims.slots && piece < num_pieces {
-                    let [_, weight] = shared::load_u32x2(slot_at(place.slot));
-                    let a = shared::load_u32x4(row_at(place.slot * num_pieces + piece));
-                    let mut product = [0.0];
-                    multiply_pieces::<T, 1, 1, 1>(&[a], &[held[u]], &mut product);
-                    sum = math::fma(f32::from_bits(weight), product[0], sum);
+                if at < all {
+                    let mut values = [0.0; 8];
+                    T::unpack(held[u], &mut values);
+                    let mut half = 0;
+                    while half < T::PER_PIECE / 4 {
+                        let words = shared::load_u32x4(weighted_at(at, half, all));
+                        let mut j = 0;
+                        while j < 4 {
+                            sum = math::fma(f32::from_bits(words[j]), values[4 * half as usize + j], sum);
+                            j += 1;
+                        }
+                        half += 1;
+                    }
                 }
-                place = place.next(num_pieces);
+                at += DOWN_PIECES;
                 u += 1;
             }
-            place.slot < dims.slots
+            at < all
         };
         // One half is multiplied while the other is on its way.
-        let mut goes_on = num_pieces > 0;
+        let mut goes_on = all > 0;
         while goes_on {
             goes_on = multiply(&first_half);
             first_half = load_some();
@@ -404,7 +419,7 @@ macro_rules! entry {
         ///
         /// # Safety
         /// - Arguments as `FusedMoe::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = 3)]
+        #[kernel(max_threads = 256, min_blocks = 2)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             activated: *const $type,

@@ -6,7 +6,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::fused_moe::{FusedMoeDims, HEAD_BYTES, MAX_ROW_BYTES, MAX_SLOTS, THREADS, WARPS};
+use abi::ops::fused_moe::{DOWN_PIECES, FusedMoeDims, HEAD_BYTES, MAX_ROW_BYTES, MAX_SLOTS, THREADS, WARPS};
 use abi::ops::glu::Activation;
 use abi::ops::matmul::MatmulNorm;
 
@@ -147,16 +147,16 @@ impl<'a> FusedMoeArgs<'a> {
 /// expert's weights once for all of its tokens. Here each pair of a token and an expert reads them for itself, in two
 /// launches and without a sort.
 ///
-/// **Arithmetic**: products and sums in f32; x̂, a and out are rounded once. Where the sizes of a sum's terms add up to
-/// more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from run to run; a token's result
-/// depends on its own row and experts alone. **Limits**: on a card up to 64 experts of a token, the shared one among
-/// them; rows of x, and of a token's a, of up to 47.5 KiB; fewer than 65536 pairs of a token and an expert: `supports`
-/// says so. **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A
-/// recorded graph does not know of later runs: do not let it run at the same time as the plan in another stream, nor
-/// outlive the plan. **Aliasing**: out may not overlap the other tensors; to add to a residual, leave x out.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors. **Source**: Shazeer et al., *Outrageously Large Neural Networks*
-/// (2017), equation 1; Shazeer, *GLU Variants Improve Transformer* (2020).
+/// **Arithmetic**: products and sums in f32; x̂, a and out are rounded once. Where the sizes of a sum's terms add up
+/// to more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from run to run; a token's
+/// result depends on its own row and experts alone. **Limits**: on a card up to 64 experts of a token, the shared one
+/// among them; rows of x, and of a token's a in f32, of up to 47.5 KiB; fewer than 65536 pairs of a token and an
+/// expert: `supports` says so. **Streams**: a plan has a workspace, so a run in another stream than the last one waits
+/// for that. A recorded graph does not know of later runs: do not let it run at the same time as the plan in another
+/// stream, nor outlive the plan. **Aliasing**: out may not overlap the other tensors; to add to a residual, leave x
+/// out. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was
+/// enqueued. **Architectures**: the same kernels on all floors. **Source**: Shazeer et al., *Outrageously Large Neural
+/// Networks* (2017), equation 1; Shazeer, *GLU Variants Improve Transformer* (2020).
 #[derive(Debug)]
 pub struct FusedMoe(Plan<Self>);
 
@@ -190,14 +190,21 @@ impl plan::Kernels for Kernels {
     }
 }
 
+/// Bytes of the rows that a block of a kernel holds.
+fn row_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> usize {
+    let per_piece = 16 / problem.dtype.bytes();
+    match stage {
+        FusedMoeStage::Up => 16 * problem.hidden.div_ceil(per_piece),
+        FusedMoeStage::Down => {
+            let pieces = problem.inner.div_ceil(per_piece).next_multiple_of(DOWN_PIECES as usize);
+            problem.slots() * pieces * per_piece * size_of::<f32>()
+        }
+    }
+}
+
 /// Bytes of shared memory of a kernel, whose rows `select` has found to fit.
 fn smem_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> u32 {
-    let per_piece = 16 / problem.dtype.bytes();
-    let pieces = match stage {
-        FusedMoeStage::Up => problem.hidden.div_ceil(per_piece),
-        FusedMoeStage::Down => problem.slots() * problem.inner.div_ceil(per_piece),
-    };
-    HEAD_BYTES + 16 * pieces as u32
+    HEAD_BYTES + row_bytes(problem, stage) as u32
 }
 
 impl Operator for FusedMoe {
@@ -398,14 +405,13 @@ fn check_limits(problem: &FusedMoeProblem) -> Result<(), Error> {
     if pairs >= 1 << 16 {
         return refuse("fewer than 65536 pairs of a token and an expert on a card".into(), pairs);
     }
-    let per_piece = 16 / problem.dtype.bytes();
-    let pieces = problem.hidden.div_ceil(per_piece).max(slots * problem.inner.div_ceil(per_piece));
-    if 16 * pieces > MAX_ROW_BYTES as usize {
+    let bytes = [FusedMoeStage::Up, FusedMoeStage::Down].map(|stage| row_bytes(problem, stage));
+    let largest = bytes[0].max(bytes[1]);
+    if largest > MAX_ROW_BYTES as usize {
         let most = MAX_ROW_BYTES;
-        return refuse(
-            format!("rows of x, and of a token's experts, of {most} bytes at most on a card"),
-            16 * pieces,
-        );
+        let expected =
+            format!("rows of x, and of a token's experts in f32, of {most} bytes at most on a card");
+        return refuse(expected, largest);
     }
     Ok(())
 }

@@ -34,8 +34,8 @@ pub struct Terms<'a> {
     pub residual: Option<&'a [f64]>,
 }
 
-/// The rows behind the norm; see [`super::RowNorm`]. `store` is the rounding of a value that is stored: the identity
-/// for the specification.
+/// The rows behind the norm; see [`RowNorm`](crate::ops::matmul::RowNorm). `store` is the rounding of a value that is
+/// stored: the identity for the specification.
 pub fn normed<A: Real>(x: &[f64], gain: &[f64], [eps, offset]: [f64; 2], store: impl Fn(A) -> A) -> Vec<f64> {
     let input = Input { x, residual: None, weight: gain, gate: None };
     if gain.is_empty() { Vec::new() } else { rmsnorm(input, gain.len(), eps, offset, store).0 }

@@ -67,8 +67,8 @@ mod tests {
         }
         let wide = FusedMoeProblem::new(1, [8, 128], [2048, 4096], DType::BF16);
         let error = select(&limits, &wide).unwrap_err().to_string();
-        let expected = "fused_moe: problem: expected rows of x, and of a token's experts, of 48640 bytes at most on a \
-                        card, got 65536";
+        let expected = "fused_moe: problem: expected rows of x, and of a token's experts in f32, of 48640 bytes at \
+                        most on a card, got 131072";
         assert_eq!(error, expected);
         Ok(())
     }
