@@ -8,7 +8,7 @@ use crate::ops::rope::reference::{RopeShape, rope};
 /// The rows that go to the cache, `[positions.len(), latent + rope]`, in two parts: latent ones, which are normalised,
 /// and rotated ones; see [`super::LatentAppend`]. They go there by
 /// [`kv_append`](crate::ops::kv_append::reference::kv_append), and queries are rotated by
-/// [`rope`](crate::ops::rope::reference::rope).
+/// [`rope`].
 ///
 /// Returns the latent parts, the rotated ones, and for each element of these the sum of the absolute values of the
 /// rotation's two products. `store` is the rounding of a value that is stored: the identity for the specification.
