@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 /// Most parameters of a kernel.
-pub(crate) const MAX_PARAMS: usize = 16;
+pub(crate) const MAX_PARAMS: usize = 24;
 
 /// A parameter of a kernel.
 #[derive(Clone, Copy, Debug)]

@@ -275,8 +275,12 @@ fn logits_of_a_call() -> Outcome {
 #[test]
 fn steps_on_the_residual() -> Outcome {
     let options = SessionOptions { capacity: 16, ..SessionOptions::default() };
+    let folder = |name: &str| match name {
+        "awq_int4_moe" | "fp8_block_moe" => workspace_root().join("tests/golden-quant").join(name),
+        _ => golden::folder(name),
+    };
     let steps = |device: &Device, name: &str, dtype, shown: bool| {
-        let mut session = session(device, &golden::folder(name), dtype, options)?;
+        let mut session = session(device, &folder(name), dtype, options)?;
         session.prefill(0, &[5, 6, 7, 8, 9])?;
         let mut all = Vec::new();
         for id in [10, 11, 12] {
@@ -292,7 +296,7 @@ fn steps_on_the_residual() -> Outcome {
         Ok::<_, Box<dyn StdError>>((all, kernels))
     };
     let card = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
-    for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+    for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite", "awq_int4_moe", "fp8_block_moe"] {
         let (exact, _) = steps(&Device::cpu(), name, DType::F32, false)?;
         let [in_place, shown] = [false, true].map(|shown| steps(&card, name, DType::BF16, shown));
         let ((in_place, kernels), (shown, _)) = (in_place?, shown?);
@@ -304,7 +308,9 @@ fn steps_on_the_residual() -> Outcome {
         assert!(error <= 1.5 * of_shown, "{name}: {error}, shown {of_shown}");
         let has = |what: &str| kernels.iter().any(|kernel| kernel.contains(what));
         // The shared expert of qwen3_next is larger than the others here.
-        assert_eq!(has("fused_moe"), matches!(name, "qwen3_moe" | "glm4_moe_lite"), "{name}: {kernels:?}");
+        assert_eq!(has("fused_moe"), !matches!(name, "qwen3" | "qwen3_next"), "{name}: {kernels:?}");
+        let is_quantised = matches!(name, "awq_int4_moe" | "fp8_block_moe");
+        assert_eq!(has("__packedup"), is_quantised, "{name}: {kernels:?}");
         assert_eq!(has("moe_combine"), name == "qwen3_next", "{name}: {kernels:?}");
         assert_eq!(has("latent_append"), name == "glm4_moe_lite", "{name}: {kernels:?}");
     }

@@ -1,5 +1,7 @@
 //! The experts of few tokens against their reference.
 
+mod packed;
+
 use abi::ops::fused_moe::{FusedMoeTile, VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
@@ -8,13 +10,13 @@ use warpforge::ops::Store;
 use warpforge::ops::fused_moe::reference::{self, Terms};
 use warpforge::ops::fused_moe::{FusedMoe, FusedMoeArgs, FusedMoeProblem};
 use warpforge::ops::glu::Activation;
-use warpforge::ops::matmul::RowNorm;
+use warpforge::ops::matmul::{MatmulB, RowNorm};
 use warpforge::ops::rmsnorm::NormWeight;
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store,
-    through_every_kernel, values,
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel_of, fail, floats, on_executors, store,
+    through_kernels, values,
 };
 
 /// Rows of x and out, of gate and up, of down, of the shared expert's, and of its gate.
@@ -149,9 +151,20 @@ impl Inputs {
 }
 
 fn run(device: &Device, case: &Case, tile: Option<FusedMoeTile>) -> Result<(), TestCaseError> {
-    let FusedMoeProblem { tokens, top_k, hidden, inner, dtype, norm, .. } = case.problem;
     let inputs = Inputs::of(case);
     let got = sum(device, case, tile, &inputs)?;
+    expect(&format!("{device:?}, {tile:?}"), case, &inputs, &inputs.absolute(), &got)
+}
+
+/// What came against the reference, of inputs and of the sizes of all terms.
+fn expect(
+    what: &str,
+    case: &Case,
+    inputs: &Inputs,
+    absolute: &Inputs,
+    got: &[f64],
+) -> Result<(), TestCaseError> {
+    let FusedMoeProblem { tokens, top_k, hidden, inner, dtype, norm, .. } = case.problem;
     let normed = norm.map(|RowNorm { eps, weight }| {
         let how = [f64::from(eps), f64::from(u8::from(weight == NormWeight::ZeroCentred))];
         let naive = reference::normed::<f32>(&inputs.x, &inputs.gain, how, store(dtype));
@@ -160,7 +173,6 @@ fn run(device: &Device, case: &Case, tile: Option<FusedMoeTile>) -> Result<(), T
     let [x, naive_x] = normed.as_ref().map_or([&inputs.x; 2], |[x, naive]| [x, naive]);
     let want = reference::fused_moe::<f64>(tokens, &inputs.terms(case, x), |v| v);
     let naive = reference::fused_moe::<f32>(tokens, &inputs.terms(case, naive_x), store(dtype));
-    let absolute = inputs.absolute();
     let sizes: Vec<f64> = x.iter().map(|value| value.abs()).collect();
     let terms = Terms { activation: None, ..absolute.terms(case, &sizes) };
     let scale = reference::fused_moe::<f64>(tokens, &terms, |v| v);
@@ -170,7 +182,7 @@ fn run(device: &Device, case: &Case, tile: Option<FusedMoeTile>) -> Result<(), T
         terms: (dtype != DType::F32).then_some(dtype),
         ..Tolerance::new(dtype, Scale::Given(&scale), roundings)
     };
-    check(&format!("{device:?}, {tile:?}"), &got, &want, &naive, &tolerance)
+    check(what, got, &want, &naive, &tolerance)
 }
 
 fn sum(
@@ -179,7 +191,36 @@ fn sum(
     tile: Option<FusedMoeTile>,
     inputs: &Inputs,
 ) -> Result<Vec<f64>, TestCaseError> {
-    let FusedMoeProblem { tokens, top_k, experts, hidden, inner, dtype, shared, norm, .. } = case.problem;
+    let FusedMoeProblem { experts, hidden, inner, dtype, .. } = case.problem;
+    let stream = device.stream().map_err(fail)?;
+    let rows = |dtype, values: &[f64], cols, layout: usize| {
+        Rows::input(&stream, dtype, values, cols, case.layouts[layout]).map_err(fail)
+    };
+    let gate_up = rows(dtype, &inputs.gate_up, hidden, 2)?;
+    let empty = Tensor::zeros(&stream, &[experts, hidden, 0], dtype).map_err(fail)?;
+    let down = (inner > 0).then(|| rows(dtype, &inputs.down, inner, 3)).transpose()?;
+    let down = match &down {
+        Some(down) => down.view().reshape(&[experts, hidden, inner]).map_err(fail)?,
+        None => empty.view(),
+    };
+    let shared_gate_up = rows(dtype, &inputs.shared[0], hidden, 4)?;
+    let shared_down = (inner > 0).then(|| rows(dtype, &inputs.shared[1], inner, 4)).transpose()?;
+    let no_down = empty.view().slice(0, 0..1).and_then(|one| one.reshape(&[hidden, 0])).map_err(fail)?;
+    let shared_down = shared_down.as_ref().map_or(no_down, Rows::view);
+    let gate_up = gate_up.view().reshape(&[experts, 2 * inner, hidden]).map_err(fail)?;
+    let shared = [shared_gate_up.view().into(), shared_down.into()];
+    apply(device, case, tile, inputs, ([gate_up.into(), down.into()], shared))
+}
+
+/// What a plan makes of the inputs and these weights: gate and up, and down, of the experts and of the shared one.
+fn apply(
+    device: &Device,
+    case: &Case,
+    tile: Option<FusedMoeTile>,
+    inputs: &Inputs,
+    (experts, [shared_gate_up, shared_down]): ([MatmulB<'_>; 2], [MatmulB<'_>; 2]),
+) -> Result<Vec<f64>, TestCaseError> {
+    let FusedMoeProblem { tokens, top_k, hidden, dtype, shared, norm, .. } = case.problem;
     let stream = device.stream().map_err(fail)?;
     let plan = match tile {
         None => FusedMoe::plan(device, case.problem),
@@ -195,31 +236,19 @@ fn sum(
     let weights: Vec<f32> = inputs.weights.iter().map(|&weight| weight as f32).collect();
     let weights = Tensor::from_slice(&stream, &[tokens, top_k], &weights).map_err(fail)?;
     let ids = Tensor::from_slice(&stream, &[tokens, top_k], &inputs.ids).map_err(fail)?;
-    let gate_up = rows(dtype, &inputs.gate_up, hidden, 2)?;
-    let empty = Tensor::zeros(&stream, &[experts, hidden, 0], dtype).map_err(fail)?;
-    let down = (inner > 0).then(|| rows(dtype, &inputs.down, inner, 3)).transpose()?;
-    let down = match &down {
-        Some(down) => down.view().reshape(&[experts, hidden, inner]).map_err(fail)?,
-        None => empty.view(),
-    };
-    let shared_gate_up = rows(dtype, &inputs.shared[0], hidden, 4)?;
-    let shared_down = (inner > 0).then(|| rows(dtype, &inputs.shared[1], inner, 4)).transpose()?;
-    let no_down = empty.view().slice(0, 0..1).and_then(|one| one.reshape(&[hidden, 0])).map_err(fail)?;
-    let shared_down = shared_down.as_ref().map_or(no_down, Rows::view);
     let gate = rows(DType::F32, &inputs.gate, 1, 5)?;
     let mut out = match case.problem.store {
         Store::Add => rows(dtype, &inputs.out, hidden, 1)?,
         Store::Replace if case.in_place => rows(dtype, &inputs.out, hidden, 1)?,
         Store::Replace => Rows::output(&stream, dtype, tokens, hidden, case.layouts[1]).map_err(fail)?,
     };
-    let gate_up = gate_up.view().reshape(&[experts, 2 * inner, hidden]).map_err(fail)?;
     let args = FusedMoeArgs {
         x: (!case.in_place).then(|| x.view()),
         gain: norm.map(|_| gain.view().reshape(&[hidden])).transpose().map_err(fail)?,
-        shared_gate_up: shared.then(|| shared_gate_up.view()),
+        shared_gate_up: shared.then_some(shared_gate_up),
         shared_down: shared.then_some(shared_down),
         gate: case.gated.then(|| gate.view()),
-        ..FusedMoeArgs::new([ids.view(), weights.view()], [gate_up, down], out.view_mut())
+        ..FusedMoeArgs::new([ids.view(), weights.view()], experts, out.view_mut())
     };
     plan.run(&stream, args).map_err(fail)?;
     out.read(&stream)
@@ -240,20 +269,26 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     Ok(())
 }
 
+/// Kernels of plain matrices.
+fn plain_entries() -> impl Iterator<Item = &'static str> {
+    abi::ops::entries("fused_moe").filter(|entry| !entry.contains("packed"))
+}
+
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel(
-        "fused_moe",
+    through_kernels(
+        plain_entries,
         &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.top_k = 0],
         case(),
         Case::work,
         run_variants,
-    )
+    )?;
+    packed::nothing()
 }
 
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
-    every_kernel("fused_moe", case(), Case::work, run_variants)
+    every_kernel_of(plain_entries(), case(), Case::work, run_variants)
 }
 
 proptest! {
@@ -339,7 +374,7 @@ fn bad_input() -> Result<(), Error> {
                 gate: gate.as_ref().map(Tensor::view),
                 ..FusedMoeArgs::new(
                     [ids.view(), weights.view()],
-                    [gate_up.view(), down.view()],
+                    [gate_up.view().into(), down.view().into()],
                     out.view_mut(),
                 )
             };

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `few_rows_simt` | of few rows, bound by reading b, by ordinary arithmetic | sm_61 |
 //! | `few_rows_ahead` | of one row with constant weights, which it loads before the kernel ahead has ended | sm_90a |
+//! | `packed_walk` | of one row with a packed weight by `mma.sync` | sm_80 |
 //! | `simt` | of many rows, by ordinary arithmetic | sm_61 |
 //! | `few_rows_mma` | of few rows by `mma.sync`: b streams through registers | sm_80 |
 //! | `mma_sync` | of many rows by `mma.sync`, which `cp.async` feeds | sm_80 |
@@ -30,6 +31,8 @@ pub mod mma_sync;
 #[cfg(not(lacks_mma_sync))]
 pub mod multiplicand;
 pub mod operand;
+#[cfg(not(lacks_mma_sync))]
+pub mod packed_walk;
 pub mod simt;
 #[cfg(not(lacks_wgmma))]
 pub mod split_k_wgmma;

@@ -399,6 +399,32 @@ impl Packed {
     }
 }
 
+/// The weights of all experts.
+#[derive(Clone, Copy)]
+pub struct Experts {
+    /// Of all: that of the first.
+    pub packed: Packed,
+    /// The global scale of each, or null.
+    pub globals: *const f32,
+}
+
+impl Experts {
+    /// The weight of one: that of all from its first row of tiles on, so that the addresses stay the launch's.
+    ///
+    /// # Safety
+    /// - It is one of them; the globals, if there are any, are as many.
+    #[inline(always)]
+    pub unsafe fn of(&self, expert: u32) -> Packed {
+        let mut packed = self.packed;
+        packed.dims.first_block = expert * packed.dims.row_blocks;
+        if !self.globals.is_null() {
+            // SAFETY: the caller's promise.
+            packed.dims.global = unsafe { global::load(self.globals.add(expert as usize)) };
+        }
+        packed
+    }
+}
+
 /// A row of tiles of a packed weight, as a lane reads it: where its own parts lie.
 #[derive(Clone, Copy)]
 pub struct Row<'a> {

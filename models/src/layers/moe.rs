@@ -244,12 +244,20 @@ impl MoeInPlace {
     ) -> Result<Option<Self>, Error> {
         let &MoeConfig { num_experts, top_k, expert, shared, .. } = config;
         let (device, hidden_size) = (phase.stream.device(), phase.config.hidden_size);
-        let is_plain = moe.gate_up.kind().is_empty()
-            && moe.down.kind().is_empty()
-            && moe.shared.iter().flat_map(Mlp::kinds).all(|kind| kind.is_empty());
+        let of_shared = |of: fn(&Mlp) -> &ProjectionWeight| moe.shared.as_ref().map(of);
+        let weights = [
+            Some(&moe.gate_up),
+            Some(&moe.down),
+            of_shared(|mlp| &mlp.gate_up.weight),
+            of_shared(|mlp| &mlp.down.weight),
+        ];
+        // One weight each, which no rows of int8 multiply.
+        let is_whole = weights.iter().flatten().all(|weight| weight.is_operand());
+        let [gate_up, down, shared_gate_up, shared_down] =
+            weights.map(|weight| weight.and_then(ProjectionWeight::layout));
         // The shared expert is one of the others' size, or there is none.
         let is_alike = shared.is_none_or(|shared| shared.mlp == expert);
-        if !phase.may_work_in_place() || !is_plain || !is_alike {
+        if !phase.may_work_in_place() || !is_whole || !is_alike {
             return Ok(None);
         }
         let sizes = [hidden_size, expert.intermediate_size];
@@ -257,6 +265,10 @@ impl MoeInPlace {
             activation: expert.activation,
             shared: shared.is_some(),
             store: Store::Add,
+            gate_up,
+            down,
+            shared_gate_up,
+            shared_down,
             ..FusedMoeProblem::new(phase.tokens, [top_k, num_experts], sizes, phase.dtype)
         };
         if FusedMoe::supports(device, &experts).is_err() {
@@ -362,12 +374,12 @@ impl MoeBlock {
         let args = FusedMoeArgs {
             x: rows.normed,
             gain,
-            shared_gate_up: shared.map(|mlp| mlp.gate_up.weight.matrix()).transpose()?,
-            shared_down: shared.map(|mlp| mlp.down.weight.matrix()).transpose()?,
+            shared_gate_up: shared.map(|mlp| mlp.gate_up.weight.operand()),
+            shared_down: shared.map(|mlp| mlp.down.weight.operand()),
             gate: has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?,
             ..FusedMoeArgs::new(
                 [ids.as_view(), pair_weights.as_view()],
-                [weights.gate_up.matrix()?, weights.down.matrix()?],
+                [weights.gate_up.operand(), weights.down.operand()],
                 rows.residual,
             )
         };

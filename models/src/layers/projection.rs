@@ -109,11 +109,12 @@ impl ProjectionWeight {
         }
     }
 
-    /// A weight that is not quantised.
-    pub(crate) fn matrix(&self) -> Result<TensorView<'_>, Error> {
+    /// Whether it is one operand of a product whose rows are taken as they are.
+    pub(crate) fn is_operand(&self) -> bool {
         match self {
-            ProjectionWeight::Plain(weight) => Ok(weight.view()),
-            _ => Err(Error::invalid("Session", "layer", "plain weights, as planned", "quantised ones")),
+            ProjectionWeight::Plain(_) => true,
+            ProjectionWeight::Packed(parts) => parts.len() == 1,
+            ProjectionWeight::Int8 { .. } => false,
         }
     }
 

@@ -1,7 +1,8 @@
 //! Experts of few tokens, from the router's choice to their weighted sum: parameters and entry points.
 
 use super::matmul::Curve;
-use crate::DType;
+use crate::weight::Codes;
+use crate::{Arch, DType};
 
 /// Sizes and strides of both launches, in elements.
 #[repr(C)]
@@ -39,11 +40,13 @@ pub struct FusedMoeDims {
     pub out_stride: u32,
     /// 1 if the sum is added to what out holds.
     pub adds: u32,
+    /// 1 if rows of x and the gains may be read in pieces of 16 bytes; of packed weights.
+    pub in_pieces: u32,
     /// The activation of the gate.
     pub curve: Curve,
 }
 
-const _: () = assert!(size_of::<FusedMoeDims>() == 64 + size_of::<Curve>());
+const _: () = assert!(size_of::<FusedMoeDims>() == 68 + size_of::<Curve>());
 impl crate::Params for FusedMoeDims {}
 
 /// Threads of a block.
@@ -63,6 +66,9 @@ pub const DOWN_PIECES: u32 = 32;
 /// Most bytes of the rows that a block holds: one of x, or those between the products of a token, in f32 and filled up
 /// to whole [`DOWN_PIECES`].
 pub const MAX_ROW_BYTES: u32 = (48 << 10) - HEAD_BYTES;
+
+/// Bytes of the warps' sums, of packed weights.
+pub const PACKED_SUMS_BYTES: u32 = THREADS / 32 * 64;
 
 /// What a kernel makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,3 +135,74 @@ macro_rules! variants {
     };
 }
 fused_moe_table!(variants);
+
+/// One kernel by packed weights.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PackedFusedMoeVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of rows.
+    pub dtype: DType,
+    /// Codes of the weights.
+    pub codes: Codes,
+    /// The floor from which on there is the kernel.
+    pub floor: Arch,
+    /// What it makes.
+    pub stage: FusedMoeStage,
+    /// Elements of k that share a scale, as `PackedTile::Mma` has them.
+    pub group: u32,
+}
+
+/// The same for the kernels by packed weights: tiles that a warp holds, and elements of k that share a scale.
+#[macro_export]
+macro_rules! fused_moe_packed_table {
+    ($callback:ident) => {
+        $callback! {
+            fused_moe_f16_int4__packedup__sm80 => f16, F16, Int4, Sm80, Up { tiles: 4, group: 64 };
+            fused_moe_f16_int4__packeddown__sm80 => f16, F16, Int4, Sm80, Down { tiles: 4, group: 64 };
+            fused_moe_f16_int4__packedupg32__sm80 => f16, F16, Int4, Sm80, Up { tiles: 2, group: 32 };
+            fused_moe_f16_int4__packeddowng32__sm80 => f16, F16, Int4, Sm80, Down { tiles: 2, group: 32 };
+            fused_moe_f16_int8__packedup__sm80 => f16, F16, Int8, Sm80, Up { tiles: 2, group: 64 };
+            fused_moe_f16_int8__packeddown__sm80 => f16, F16, Int8, Sm80, Down { tiles: 2, group: 64 };
+            fused_moe_f16_int8__packedupg32__sm80 => f16, F16, Int8, Sm80, Up { tiles: 1, group: 32 };
+            fused_moe_f16_int8__packeddowng32__sm80 => f16, F16, Int8, Sm80, Down { tiles: 1, group: 32 };
+            fused_moe_f16_int8__packedupg16__sm80 => f16, F16, Int8, Sm80, Up { tiles: 2, group: 16 };
+            fused_moe_f16_int8__packeddowng16__sm80 => f16, F16, Int8, Sm80, Down { tiles: 2, group: 16 };
+            fused_moe_f16_e2m1__packedupg16__sm80 => f16, F16, E2m1, Sm80, Up { tiles: 3, group: 16 };
+            fused_moe_f16_e2m1__packeddowng16__sm80 => f16, F16, E2m1, Sm80, Down { tiles: 3, group: 16 };
+            fused_moe_f16_e4m3__packedup__sm80 => f16, F16, E4m3, Sm80, Up { tiles: 2, group: 64 };
+            fused_moe_f16_e4m3__packeddown__sm80 => f16, F16, E4m3, Sm80, Down { tiles: 2, group: 64 };
+            fused_moe_bf16_int4__packedup__sm80 => bf16, BF16, Int4, Sm80, Up { tiles: 4, group: 64 };
+            fused_moe_bf16_int4__packeddown__sm80 => bf16, BF16, Int4, Sm80, Down { tiles: 4, group: 64 };
+            fused_moe_bf16_int4__packedupg32__sm80 => bf16, BF16, Int4, Sm80, Up { tiles: 2, group: 32 };
+            fused_moe_bf16_int4__packeddowng32__sm80 => bf16, BF16, Int4, Sm80, Down { tiles: 2, group: 32 };
+            fused_moe_bf16_int8__packedup__sm80 => bf16, BF16, Int8, Sm80, Up { tiles: 2, group: 64 };
+            fused_moe_bf16_int8__packeddown__sm80 => bf16, BF16, Int8, Sm80, Down { tiles: 2, group: 64 };
+            fused_moe_bf16_int8__packedupg32__sm80 => bf16, BF16, Int8, Sm80, Up { tiles: 1, group: 32 };
+            fused_moe_bf16_int8__packeddowng32__sm80 => bf16, BF16, Int8, Sm80, Down { tiles: 1, group: 32 };
+            fused_moe_bf16_int8__packedupg16__sm80 => bf16, BF16, Int8, Sm80, Up { tiles: 2, group: 16 };
+            fused_moe_bf16_int8__packeddowng16__sm80 => bf16, BF16, Int8, Sm80, Down { tiles: 2, group: 16 };
+            fused_moe_bf16_e2m1__packedupg16__sm80 => bf16, BF16, E2m1, Sm80, Up { tiles: 3, group: 16 };
+            fused_moe_bf16_e2m1__packeddowng16__sm80 => bf16, BF16, E2m1, Sm80, Down { tiles: 3, group: 16 };
+            fused_moe_bf16_e4m3__packedup__sm80 => bf16, BF16, E4m3, Sm80, Up { tiles: 2, group: 64 };
+            fused_moe_bf16_e4m3__packeddown__sm80 => bf16, BF16, E4m3, Sm80, Down { tiles: 2, group: 64 };
+        }
+    };
+}
+
+macro_rules! packed_variants {
+    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident,
+       $stage:ident { tiles: $tiles:literal, group: $group:literal };)*) => {
+        /// Every kernel by packed weights.
+        pub const PACKED_VARIANTS: &[PackedFusedMoeVariant] = &[$(PackedFusedMoeVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            codes: Codes::$codes,
+            floor: Arch::$floor,
+            stage: FusedMoeStage::$stage,
+            group: $group,
+        }),*];
+    };
+}
+fused_moe_packed_table!(packed_variants);

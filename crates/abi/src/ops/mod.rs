@@ -26,7 +26,7 @@ macro_rules! for_each_operator {
             copy "copy" [VARIANTS];
             embedding "embedding" [VARIANTS PACKED_VARIANTS];
             embedding_bag "embedding_bag" [VARIANTS];
-            fused_moe "fused_moe" [VARIANTS];
+            fused_moe "fused_moe" [VARIANTS PACKED_VARIANTS];
             gated_delta "gated_delta" [VARIANTS];
             glu "glu" [VARIANTS];
             grouped_matmul "grouped_matmul" [

@@ -29,6 +29,9 @@
 //! A number of no expert is left out: neither weights nor what is between are read for it. The sums of a column, and
 //! their order, depend on the token alone.
 
+#[cfg(not(lacks_mma_sync))]
+mod packed;
+
 use abi::exact::sigmoid;
 use abi::ops::fused_moe::{DOWN_PIECES, FusedMoeDims, HEAD_BYTES, SLOT_BYTES, THREADS, WARPS};
 use abi::ops::matmul::MatmulNorm;
@@ -101,6 +104,39 @@ unsafe fn expert_of(ids: *const u32, token: u32, slot: u32, dims: &FusedMoeDims)
     // SAFETY: slot < top_k; the token is one of the grid's — the caller.
     let expert = unsafe { global::load(ids.wrapping_add((token * dims.top_k + slot) as usize)) };
     if expert < dims.experts { expert } else { NOBODY }
+}
+
+/// Where a slot's expert and weight lie in the head.
+#[inline(always)]
+fn slot_at(slot: u32) -> u32 {
+    shared::base() + SLOT_BYTES * slot
+}
+
+/// Stores the expert of a slot of a token, and what its result is multiplied by.
+///
+/// # Safety
+/// - As [`expert_of`], and `weights` holds as many numbers; `gate` is null or holds one for each token.
+/// - *exclusive*: the slot's place in the head.
+#[inline(always)]
+unsafe fn store_slot(
+    ids: *const u32,
+    weights: *const f32,
+    gate: *const f32,
+    (token, slot): (u32, u32),
+    dims: &FusedMoeDims,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let expert = expert_of(ids, token, slot, dims);
+        let weight = if slot < dims.top_k {
+            global::load(weights.wrapping_add((token * dims.top_k + slot) as usize))
+        } else if gate.is_null() {
+            1.0
+        } else {
+            sigmoid(global::load(gate.wrapping_add(token as usize * dims.gate_stride as usize)))
+        };
+        shared::store_u32x2(slot_at(slot), [expert, weight.to_bits()]);
+    }
 }
 
 /// What `up` reads.
@@ -247,7 +283,6 @@ unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECE
     let num_pieces = inner.div_ceil(T::PER_PIECE);
     let padded = num_pieces.next_multiple_of(DOWN_PIECES);
     let all = dims.slots * padded;
-    let slot_at = |slot: u32| shared::base() + SLOT_BYTES * slot;
     // Columns past the end are computed from the last one, and not stored.
     let col = thread::block_idx_x() * WARPS + thread::warp_idx();
     let row = col.min(dims.hidden - 1) as usize;
@@ -255,15 +290,7 @@ unsafe fn down<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECE
     // theirs behind the next; rows of experts that there are — `FusedMoe::run`.
     unsafe {
         if member < dims.slots {
-            let expert = expert_of(inputs.ids, token, member, dims);
-            let weight = if member < dims.top_k {
-                global::load(inputs.weights.wrapping_add((token * dims.top_k + member) as usize))
-            } else if inputs.gate.is_null() {
-                1.0
-            } else {
-                sigmoid(global::load(inputs.gate.wrapping_add(token as usize * dims.gate_stride as usize)))
-            };
-            shared::store_u32x2(slot_at(member), [expert, weight.to_bits()]);
+            store_slot(inputs.ids, inputs.weights, inputs.gate, (token, member), dims);
         }
         thread::sync_threads();
         // The column's row of a slot's weight; none of an expert that there is not.

@@ -16,35 +16,10 @@ use cuda_std::{global, kernel, shared, thread, warp};
 
 use super::{Group, group, product, x_row};
 use crate::matmul::simt;
-use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packed};
+use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Experts, Int4, Int8, Packed};
 
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::weight::{FewWords, MIDDLE, MINIMUMS, OF_32, Pair, RawScales, Row, ZEROS};
-
-/// The weights of all experts.
-#[derive(Clone, Copy)]
-struct Experts {
-    packed: Packed,
-    /// The global scale of each, or null.
-    globals: *const f32,
-}
-
-impl Experts {
-    /// The weight of one: that of all from its first row of tiles on, so that the addresses stay the launch's.
-    ///
-    /// # Safety
-    /// - It is one of them; the globals, if there are any, are as many.
-    #[inline(always)]
-    unsafe fn of(&self, expert: u32) -> Packed {
-        let mut packed = self.packed;
-        packed.dims.first_block = expert * packed.dims.row_blocks;
-        if !self.globals.is_null() {
-            // SAFETY: the caller's promise.
-            packed.dims.global = unsafe { global::load(self.globals.add(expert as usize)) };
-        }
-        packed
-    }
-}
 
 /// Where rows of x begin, and which row of it a sorted row is made of.
 #[derive(Clone, Copy)]

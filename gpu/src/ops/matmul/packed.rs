@@ -21,16 +21,16 @@
 //! - `unpack` makes rows of the weight a plain matrix, for products of many rows.
 
 use abi::ops::matmul::{A_IN_PIECES, MatmulDims, MatmulEpilogue, THREADS, WARPS};
-#[cfg(not(lacks_mma_sync))]
-use abi::weight::STEP_K;
 use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
-use cuda_std::cvt::{Element, bf16, f16};
 #[cfg(not(lacks_mma_sync))]
-use cuda_std::{cp_async, math};
+use cuda_std::cp_async;
+use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, shared, thread, warp};
 
 use crate::matmul::epilogue::Epilogue;
 use crate::matmul::few_rows_simt;
+#[cfg(not(lacks_mma_sync))]
+use crate::matmul::packed_walk::add_tile;
 use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, E6m9, Int4, Int8, Packed, RawScales};
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::weight::{FewWords, MIDDLE, MINIMUMS, OF_32, Row, ZEROS};
@@ -493,66 +493,6 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
             }
             i += 1;
         }
-    }
-}
-
-/// Adds the product of a tile and the rows of a, of which `steps(fragment)` gives the lane's registers of `mma`'s
-/// second operand. Of a tile that does not exist a is 0, and the scales are finite.
-///
-/// # Safety
-/// - *converged*: all 32 lanes.
-#[cfg(not(lacks_mma_sync))]
-#[inline(always)]
-pub(super) unsafe fn add_tile<
-    C: Code<Words = FewWords>,
-    T: Pair,
-    const FRAGMENTS: usize,
-    const GROUP: u32,
-    const ORIGIN: u32,
->(
-    packed: &Packed,
-    (words, raw, zeros): (&FewWords, &RawScales, [u32; 2]),
-    steps: impl Fn(usize) -> [[u32; 2]; 4],
-    sums: &mut [[f32; 4]; FRAGMENTS],
-) {
-    let has_minimums = ORIGIN == MINIMUMS;
-    let [scales, minimums] = packed.numbers::<C, GROUP>(raw, has_minimums);
-    let mut weights = [[0; 4]; 4];
-    let mut step = 0;
-    while step < 4 {
-        weights[step] =
-            weight::fragment::<C, T>(words, step, packed.zero::<C, GROUP, ORIGIN>(zeros, step as u32));
-        step += 1;
-    }
-    let mut i = 0;
-    while i < FRAGMENTS {
-        let (mut part, mut total) = ([0f32; 4], [0f32; 4]);
-        let mut step = 0;
-        let x = steps(i);
-        // SAFETY: the caller's promise.
-        unsafe {
-            while step < 4 {
-                part = T::multiply_add(weights[step], x[step], part);
-                if has_minimums {
-                    total = T::multiply_add([T::ONES; 4], x[step], total);
-                }
-                // At the end of a group.
-                if (step as u32 + 1).is_multiple_of(GROUP / STEP_K) {
-                    let mut e = 0;
-                    while e < 4 {
-                        sums[i][e] = math::fma(scales[step][e / 2], part[e], sums[i][e]);
-                        part[e] = 0.0;
-                        if has_minimums {
-                            sums[i][e] = math::fma(-minimums[step][e / 2], total[e], sums[i][e]);
-                            total[e] = 0.0;
-                        }
-                        e += 1;
-                    }
-                }
-                step += 1;
-            }
-        }
-        i += 1;
     }
 }
 

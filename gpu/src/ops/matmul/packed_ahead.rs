@@ -8,9 +8,7 @@
 //! ```
 //!
 //! - [`few_rows_ahead`](crate::matmul::few_rows_ahead) does the same with plain weights; the row and its norm are its.
-//! - A warp holds a ring of tiles in registers, and brings as many more to L2 before the wait.
-//! - All eight columns of `mma` are the row: what seven of them come to is dropped. Ordinary arithmetic would take
-//!   more instructions, as each code would become an f32 by itself.
+//! - A warp holds a ring of tiles in registers (`packed_walk`), and brings as many more to L2 before the wait.
 //! - The order of a sum is that of `packed`, and so are its bits.
 
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue, MatmulNorm, NEXT_MAY_START, WARPS};
@@ -18,110 +16,15 @@ use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{grid, kernel, shared, thread, warp};
 
-use super::packed::{add_tile, part, tiles_of_part};
+use super::packed::{part, tiles_of_part};
 use crate::matmul::epilogue::Epilogue;
 use crate::matmul::few_rows_ahead;
 use crate::matmul::operand::Operand;
-use crate::matmul::weight::{
-    Code, E2m1, E4m3, FewWords, Int4, Int8, MIDDLE, MINIMUMS, OF_32, Packed, Pair, RawScales, Row, ZEROS,
-};
+use crate::matmul::packed_walk::Walk;
+use crate::matmul::weight::{Code, E2m1, E4m3, FewWords, Int4, Int8, Packed, Pair};
 
-/// Bytes of a tile of the row.
-const A_BYTES: u32 = TILE_K * 2;
 /// Bytes of a warp's sums.
 const SUMS_BYTES: u32 = TILE_ROWS * 4;
-
-/// A tile of the weight in a lane's registers.
-#[derive(Clone, Copy)]
-struct Tile {
-    words: FewWords,
-    scales: RawScales,
-    zeros: [u32; 2],
-}
-
-/// A warp's way through its part of k: tiles from `first` to `end`.
-struct Walk<'a> {
-    packed: &'a Packed,
-    weight: Row<'a>,
-    first: u32,
-    end: u32,
-}
-
-impl Walk<'_> {
-    /// Starts the loads of a tile; one that is not the warp's is not read.
-    ///
-    /// # Safety
-    /// - The weight *in-bounds* for its dims.
-    #[inline(always)]
-    unsafe fn load<C: Code<Words = FewWords>, const GROUP: u32>(&self, tile: u32, minimums: bool) -> Tile {
-        if tile >= self.end {
-            return Tile { words: [0; 8], scales: RawScales::NONE, zeros: [0; 2] };
-        }
-        // SAFETY: a tile that there is — `end`.
-        unsafe {
-            Tile {
-                words: self.weight.words::<C>(tile),
-                scales: self.weight.raw_scales::<C, GROUP>(tile, minimums),
-                zeros: self.weight.raw_zeros::<C, GROUP>(tile),
-            }
-        }
-    }
-
-    /// The warp's sums of rows `lane / 4` and `lane / 4 + 8` of the weight, of which the first tiles are `held`.
-    ///
-    /// # Safety
-    /// - *converged*: all 32 lanes; the weight *in-bounds* for its dims; the row of a lies at `a`, zeros behind it up
-    ///   to the last tile's end.
-    #[inline(always)]
-    unsafe fn sums<
-        C: Code<Words = FewWords>,
-        T: Pair,
-        const TILES: usize,
-        const GROUP: u32,
-        const ORIGIN: u32,
-    >(
-        &self,
-        a: u32,
-        mut held: [Tile; TILES],
-    ) -> [f32; 2] {
-        // The lane's four of each step.
-        let a = a + thread::lane() % 4 * 8;
-        let mut sums = [[0f32; 4]];
-        let mut at = self.first;
-        while at < self.end {
-            let mut i = 0;
-            while i < TILES {
-                let tile = at + i as u32;
-                // The same for the whole warp.
-                if tile < self.end {
-                    let Tile { words, scales, zeros } = &held[i];
-                    // SAFETY: the caller's promise; a tile that there is, as of the row.
-                    unsafe {
-                        let steps = |_| {
-                            let mut steps = [[0; 2]; 4];
-                            let mut step = 0;
-                            while step < 4 {
-                                steps[step] = shared::load_u32x2(a + tile * A_BYTES + step as u32 * 32);
-                                step += 1;
-                            }
-                            steps
-                        };
-                        add_tile::<C, T, 1, GROUP, ORIGIN>(
-                            self.packed,
-                            (words, scales, *zeros),
-                            steps,
-                            &mut sums,
-                        );
-                        held[i] = self.load::<C, GROUP>(tile + TILES as u32, ORIGIN == MINIMUMS);
-                    }
-                }
-                i += 1;
-            }
-            at += TILES as u32;
-        }
-        [sums[0][0], sums[0][2]]
-    }
-}
 
 /// One row by some columns.
 ///
@@ -159,13 +62,7 @@ unsafe fn multiply<C, T, const TILES: usize, const GROUP: u32>(
     unsafe {
         let early = || {
             row.start_gains(num_pieces);
-            let mut held = [Tile { words: [0; 8], scales: RawScales::NONE, zeros: [0; 2] }; TILES];
-            let mut i = 0;
-            while i < TILES {
-                let minimums = GROUP == OF_32 && packed.has_minimums::<C>();
-                held[i] = walk.load::<C, GROUP>(first + i as u32, minimums);
-                i += 1;
-            }
+            let held = walk.first_tiles::<C, TILES, GROUP>();
             let next = first + TILES as u32;
             walk.weight.to_l2::<C>(next, walk.end.saturating_sub(next).min(TILES as u32));
             held
@@ -180,12 +77,7 @@ unsafe fn multiply<C, T, const TILES: usize, const GROUP: u32>(
             // Of the column that this thread finishes: others' may be written meanwhile.
             if finishes { end.residual_of(0, col) } else { 0.0 }
         });
-        // The same for the whole launch.
-        let sums = match packed.origin::<C>() {
-            ZEROS => walk.sums::<C, T, TILES, GROUP, ZEROS>(a, held),
-            MINIMUMS if GROUP == OF_32 => walk.sums::<C, T, TILES, GROUP, MINIMUMS>(a, held),
-            _ => walk.sums::<C, T, TILES, GROUP, MIDDLE>(a, held),
-        };
+        let sums = walk.sums::<C, T, TILES, GROUP>(a, held);
         let (base, lane) = (shared::base(), thread::lane());
         if lane.is_multiple_of(4) {
             let at = base + thread::warp_idx() * SUMS_BYTES + lane;

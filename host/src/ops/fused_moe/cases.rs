@@ -69,12 +69,13 @@ pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sampl
     ];
     let sample = Sample::new(OP, tensors, move |stream, tensors| {
         let [x, gain, ids, weights, gate_up, down, shared_gate_up, shared_down, gate, out] = tensors;
-        let (chosen, experts) = ([ids.as_view(), weights.as_view()], [gate_up.as_view(), down.as_view()]);
+        let chosen = [ids.as_view(), weights.as_view()];
+        let experts = [gate_up.as_view().into(), down.as_view().into()];
         let args = FusedMoeArgs {
             x: Some(x.as_view()),
             gain: Some(gain.as_view()),
-            shared_gate_up: Some(shared_gate_up.as_view()),
-            shared_down: Some(shared_down.as_view()),
+            shared_gate_up: Some(shared_gate_up.as_view().into()),
+            shared_down: Some(shared_down.as_view().into()),
             gate: Some(gate.as_view()),
             ..FusedMoeArgs::new(chosen, experts, out.reborrow())
         };

@@ -5,22 +5,30 @@ mod cpu;
 pub mod reference;
 mod select;
 
+use std::num::Saturating;
+
 use abi::DType;
-use abi::ops::fused_moe::{DOWN_PIECES, FusedMoeDims, HEAD_BYTES, MAX_ROW_BYTES, MAX_SLOTS, THREADS, WARPS};
+use abi::ops::fused_moe::{
+    DOWN_PIECES, FusedMoeDims, HEAD_BYTES, MAX_ROW_BYTES, MAX_SLOTS, PACKED_SUMS_BYTES, THREADS, WARPS,
+};
 use abi::ops::glu::Activation;
 use abi::ops::matmul::MatmulNorm;
+use abi::weight::{Layout, TILE_K, TILE_ROWS, WeightDims};
 
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::kernel::{Work, count};
-use crate::launch::Entry;
+use crate::launch::{Entry, Param};
 use crate::ops::Store;
-use crate::ops::matmul::{RowNorm, curve};
+use crate::ops::matmul::{MatmulB, RowNorm, curve};
 use crate::ops::workspace::Workspace;
 use crate::plan::{self, Check, Choice, Operator, Plan, Run, check_eps, check_floats, planned};
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::weight::Weight;
 
-pub use abi::ops::fused_moe::{FusedMoeStage, FusedMoeTile, FusedMoeVariant, VARIANTS};
+pub use abi::ops::fused_moe::{
+    FusedMoeStage, FusedMoeTile, FusedMoeVariant, PACKED_VARIANTS, PackedFusedMoeVariant, VARIANTS,
+};
 pub use cases::{CASES, FusedMoeCase, samples};
 pub use select::select;
 
@@ -49,11 +57,19 @@ pub struct FusedMoeProblem {
     pub norm: Option<RowNorm>,
     /// What becomes of what out holds.
     pub store: Store,
+    /// How gate_up is packed; none if its experts are plain matrices.
+    pub gate_up: Option<Layout>,
+    /// How down is packed.
+    pub down: Option<Layout>,
+    /// How the shared expert's gate_up is packed: there if that of the others is.
+    pub shared_gate_up: Option<Layout>,
+    /// How the shared expert's down is packed: there if that of the others is.
+    pub shared_down: Option<Layout>,
 }
 
 impl FusedMoeProblem {
     /// With what it must have. The other fields do nothing: `activation: Activation::Silu`, `shared: false`, `norm:
-    /// None`, `store: Store::Replace`.
+    /// None`, `store: Store::Replace`, no layout of packed weights.
     pub fn new(
         tokens: usize,
         [top_k, experts]: [usize; 2],
@@ -71,6 +87,18 @@ impl FusedMoeProblem {
             shared: false,
             norm: None,
             store: Store::Replace,
+            gate_up: None,
+            down: None,
+            shared_gate_up: None,
+            shared_down: None,
+        }
+    }
+
+    /// How the weights of a stage are packed, the experts' and the shared one's.
+    fn layouts(&self, stage: FusedMoeStage) -> [Option<Layout>; 2] {
+        match stage {
+            FusedMoeStage::Up => [self.gate_up, self.shared_gate_up],
+            FusedMoeStage::Down => [self.down, self.shared_down],
         }
     }
 
@@ -96,14 +124,15 @@ pub struct FusedMoeArgs<'a> {
     pub ids: TensorView<'a>,
     /// `[tokens, top_k]` f32, contiguous.
     pub weights: TensorView<'a>,
-    /// `[experts, 2 inner, hidden]`: the rows of each gate above those of up.
-    pub gate_up: TensorView<'a>,
-    /// `[experts, hidden, inner]`.
-    pub down: TensorView<'a>,
-    /// `[2 inner, hidden]`: gate and up of the shared expert; there if one was planned.
-    pub shared_gate_up: Option<TensorView<'a>>,
-    /// `[hidden, inner]`; there if a shared expert was planned.
-    pub shared_down: Option<TensorView<'a>>,
+    /// `[experts, 2 inner, hidden]`: the rows of each gate above those of up; or packed ones, as planned.
+    pub gate_up: MatmulB<'a>,
+    /// `[experts, hidden, inner]`; or packed ones.
+    pub down: MatmulB<'a>,
+    /// `[2 inner, hidden]`: gate and up of the shared expert, there if one was planned; or a packed weight, whose rows
+    /// are those of the gate and of up in turn, as [`Matmul`](super::matmul::Matmul) has them.
+    pub shared_gate_up: Option<MatmulB<'a>>,
+    /// `[hidden, inner]`, there if a shared expert was planned; or a packed weight.
+    pub shared_down: Option<MatmulB<'a>>,
     /// `[tokens, 1]` f32, rows of any stride: the logit of the shared expert's gate; none: the gate is 1.
     pub gate: Option<TensorView<'a>>,
     /// `[tokens, hidden]`.
@@ -115,7 +144,7 @@ impl<'a> FusedMoeArgs<'a> {
     /// do nothing: `x: None`, `gain: None`, `shared_gate_up: None`, `shared_down: None`, `gate: None`.
     pub fn new(
         [ids, weights]: [TensorView<'a>; 2],
-        [gate_up, down]: [TensorView<'a>; 2],
+        [gate_up, down]: [MatmulB<'a>; 2],
         out: TensorViewMut<'a>,
     ) -> Self {
         FusedMoeArgs {
@@ -147,11 +176,15 @@ impl<'a> FusedMoeArgs<'a> {
 /// expert's weights once for all of its tokens. Here each pair of a token and an expert reads them for itself, in two
 /// launches and without a sort.
 ///
+/// Weights may be packed, each as its layout says: their values are `scale · (code − zero) − minimum`, and nothing else
+/// is rounded. A card reads those from sm_80 on, of rows in f16 or bf16, that
+/// [`GroupedMatmul`](super::grouped_matmul::GroupedMatmul) reads by tensor cores.
+///
 /// **Arithmetic**: products and sums in f32; x̂, a and out are rounded once. Where the sizes of a sum's terms add up
 /// to more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from run to run; a token's
 /// result depends on its own row and experts alone. **Limits**: on a card up to 64 experts of a token, the shared one
 /// among them; rows of x, and of a token's a in f32, of up to 47.5 KiB; fewer than 65536 pairs of a token and an
-/// expert: `supports` says so. **Streams**: a plan has a workspace, so a run in another stream than the last one waits
+/// expert; packed weights of an `inner` that is a multiple of 16: `supports` says so. **Streams**: a plan has a workspace, so a run in another stream than the last one waits
 /// for that. A recorded graph does not know of later runs: do not let it run at the same time as the plan in another
 /// stream, nor outlive the plan. **Aliasing**: out may not overlap the other tensors; to add to a residual, leave x
 /// out. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was
@@ -190,14 +223,21 @@ impl plan::Kernels for Kernels {
     }
 }
 
-/// Bytes of the rows that a block of a kernel holds.
+/// Bytes of the rows that a block of a kernel holds, and of the sums behind them.
 fn row_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> usize {
-    let per_piece = 16 / problem.dtype.bytes();
+    let bytes = problem.dtype.bytes();
+    let per_piece = 16 / bytes;
+    let is_packed = problem.layouts(stage)[0].is_some();
+    let in_tiles = |elements: usize| elements.next_multiple_of(TILE_K as usize).saturating_mul(bytes);
     match stage {
+        FusedMoeStage::Up if is_packed => in_tiles(problem.hidden).saturating_add(PACKED_SUMS_BYTES as usize),
         FusedMoeStage::Up => 16 * problem.hidden.div_ceil(per_piece),
+        FusedMoeStage::Down if is_packed => {
+            in_tiles(problem.inner).saturating_mul(problem.slots()).saturating_add(PACKED_SUMS_BYTES as usize)
+        }
         FusedMoeStage::Down => {
             let pieces = problem.inner.div_ceil(per_piece).next_multiple_of(DOWN_PIECES as usize);
-            problem.slots() * pieces * per_piece * size_of::<f32>()
+            problem.slots().saturating_mul(pieces * per_piece * size_of::<f32>())
         }
     }
 }
@@ -205,6 +245,46 @@ fn row_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> usize {
 /// Bytes of shared memory of a kernel, whose rows `select` has found to fit.
 fn smem_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> u32 {
     HEAD_BYTES + row_bytes(problem, stage) as u32
+}
+
+/// Parameters of packed weights.
+const PACKED_PARAMS: usize = 15;
+
+/// The experts' packed weight, and the shared one's: their addresses and sizes.
+struct PackedParams<'a> {
+    of_experts: &'a Weight,
+    shared: Option<&'a Weight>,
+    dims: [WeightDims; 2],
+}
+
+impl<'a> PackedParams<'a> {
+    /// None of plain matrices.
+    fn of(experts: MatmulB<'a>, shared: Option<MatmulB<'a>>) -> Option<Self> {
+        let packed = |b| if let MatmulB::Packed(weight) = b { Some(weight) } else { None };
+        let (of_experts, shared) = (packed(experts)?, shared.and_then(packed));
+        // Of a shared expert that there is not nobody asks.
+        let dims = [of_experts, shared.unwrap_or(of_experts)].map(Weight::dims);
+        Some(PackedParams { of_experts, shared, dims })
+    }
+
+    fn list(&self) -> [Param<'_>; PACKED_PARAMS] {
+        let [a, b, c, d, e, f] = self.of_experts.params();
+        let none = [(); 6].map(|()| Param::Address(0));
+        let [g, h, i, j, k, l] = self.shared.map_or(none, Weight::params);
+        let [dims, shared_dims] = self.dims.each_ref().map(Param::from);
+        [a, b, c, d, e, f, self.of_experts.globals_param(), dims, g, h, i, j, k, l, shared_dims]
+    }
+}
+
+/// Parameters in front of those of packed weights, these, and the ones behind.
+fn around<'p, const FIRST: usize, const LAST: usize, const ALL: usize>(
+    first: [Param<'p>; FIRST],
+    packed: [Param<'p>; PACKED_PARAMS],
+    last: [Param<'p>; LAST],
+) -> [Param<'p>; ALL] {
+    const { assert!(FIRST + PACKED_PARAMS + LAST == ALL) };
+    let mut all = first.into_iter().chain(packed).chain(last);
+    std::array::from_fn(|_| all.next().unwrap_or(Param::Address(0)))
 }
 
 impl Operator for FusedMoe {
@@ -229,6 +309,19 @@ impl Operator for FusedMoe {
         if activation == Activation::Sigmoid {
             return Err(Error::invalid(OP, "problem", "SiLU or a GELU as the activation", "sigmoid"));
         }
+        let refuse = |expected: &'static str, got| Err(Error::invalid(OP, "problem", expected, got));
+        for stage in [FusedMoeStage::Up, FusedMoeStage::Down] {
+            let [experts, shared] = problem.layouts(stage);
+            if shared.is_some() != (experts.is_some() && problem.shared) {
+                return refuse(
+                    "packed weights of the shared expert where the others' are",
+                    format!("{problem:?}"),
+                );
+            }
+            if experts.is_some() && !inner.is_multiple_of(TILE_ROWS as usize) {
+                return refuse("an inner that is a multiple of 16, of packed weights", inner.to_string());
+            }
+        }
         norm.map_or(Ok(()), |norm| check_eps(OP, norm.eps))
     }
 
@@ -247,7 +340,7 @@ impl Operator for FusedMoe {
     ) -> Result<Kernels, Error> {
         let stages = |tile| {
             let load = |stage| {
-                let entry = select::entry(problem.dtype, stage, tile)?;
+                let entry = select::entry(device, problem, stage, tile)?;
                 device.entry(OP, entry, smem_bytes(problem, stage))
             };
             Ok::<_, Error>(Stages { up: load(FusedMoeStage::Up)?, down: load(FusedMoeStage::Down)? })
@@ -280,18 +373,28 @@ impl Operator for FusedMoe {
         }
         at.contiguous("ids", *ids, DType::U32, &[tokens, top_k].map(Some))?;
         at.contiguous("weights", *weights, DType::F32, &[tokens, top_k].map(Some))?;
+        // Packed weights are as matrices of their size to `planned`, and have no rows that kernels read.
+        let of_experts = |name, given: &MatmulB<'_>, layout: Option<Layout>, [n, k]: [usize; 2]| {
+            let matrices = given.planned(at, name, (layout, dtype), (Some(experts), [n, k]))?;
+            if layout.is_some() {
+                Ok([0; 2])
+            } else {
+                at.rows(name, matrices, dtype, &[experts, n, k].map(Some))
+            }
+        };
         let [gate_up_expert_stride, gate_up_stride] =
-            at.rows("gate_up", *gate_up, dtype, &[experts, 2 * inner, hidden].map(Some))?;
-        let [down_expert_stride, down_stride] =
-            at.rows("down", *down, dtype, &[experts, hidden, inner].map(Some))?;
-        let shared = |name, given: &Option<TensorView<'_>>, shape: [usize; 2]| {
-            let given = at.given(name, problem.shared, *given, ["planned"; 2])?;
-            let strides = given.map(|given| at.rows(name, given, dtype, &shape.map(Some))).transpose()?;
-            let [stride] = strides.unwrap_or_default();
+            of_experts("gate_up", gate_up, problem.gate_up, [2 * inner, hidden])?;
+        let [down_expert_stride, down_stride] = of_experts("down", down, problem.down, [hidden, inner])?;
+        let shared = |name, given: &Option<MatmulB<'_>>, layout: Option<Layout>, shape: [usize; 2]| {
+            let Some(given) = at.given(name, problem.shared, *given, ["planned"; 2])? else { return Ok(0) };
+            let matrix = given.planned(at, name, (layout, dtype), (None, shape))?;
+            let [stride] =
+                if layout.is_some() { [0] } else { at.rows(name, matrix, dtype, &shape.map(Some))? };
             Ok::<u32, Error>(stride)
         };
-        let shared_gate_up_stride = shared("shared_gate_up", shared_gate_up, [2 * inner, hidden])?;
-        let shared_down_stride = shared("shared_down", shared_down, [hidden, inner])?;
+        let shared_gate_up_stride =
+            shared("shared_gate_up", shared_gate_up, problem.shared_gate_up, [2 * inner, hidden])?;
+        let shared_down_stride = shared("shared_down", shared_down, problem.shared_down, [hidden, inner])?;
         if gate.is_some() && !problem.shared {
             return at.refuse("gate", "none without a shared expert", "a tensor");
         }
@@ -314,6 +417,7 @@ impl Operator for FusedMoe {
             activated_stride: problem.activated_stride() as u32,
             out_stride,
             adds: (problem.store == Store::Add).into(),
+            in_pieces: 0,
             curve: curve(problem.activation),
         })
     }
@@ -329,7 +433,7 @@ impl Operator for FusedMoe {
         let Kernels { chosen, any, workspace } = run.kernels;
         let stages = if in_pieces { chosen } else { any };
         let [activated] = &workspace.tensors;
-        let activated = activated.view();
+        let between = activated.view();
         let tokens = out.shape()[0] as u32;
         let pairs = tokens * dims.slots;
         let norm = run.problem.norm.map(|RowNorm { eps, weight }| MatmulNorm {
@@ -338,39 +442,57 @@ impl Operator for FusedMoe {
             offset: weight.offset(),
         });
         let norm = norm.unwrap_or(MatmulNorm { eps: 0.0, inv_cols: 0.0, offset: 0.0 });
+        let dims = FusedMoeDims { in_pieces: in_pieces.into(), ..dims };
         let _alone = workspace.enter(run.stream)?;
         let threads = [THREADS, 1, 1];
+        let plain = |b: MatmulB<'_>| match b {
+            MatmulB::Matrix(matrix) => matrix.into(),
+            _ => Param::Address(0),
+        };
+        let shared_param = |b: &Option<MatmulB<'_>>| b.map_or(Param::Address(0), plain);
         if dims.inner > 0 {
-            let params = [
-                x.unwrap_or(out.as_view()).into(),
-                (*gain).into(),
-                (*ids).into(),
-                (*gate_up).into(),
-                (*shared_gate_up).into(),
-                activated.into(),
-                (&dims).into(),
-                (&norm).into(),
-            ];
-            let blocks = select::up_blocks(run.device.profile().num_sms, pairs, dims.inner);
-            // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in pieces
-            // of 16 bytes; the workspace has a row for each pair of the planned tokens; the grid has a row of blocks
-            // for each pair, and the blocks the shared memory that a row of x takes (`smem_bytes`).
-            unsafe { stages.up.launch(run.stream, [blocks, pairs, 1], threads, &params)? };
+            let [x, gain, ids, activated] =
+                [x.unwrap_or(out.as_view()).into(), (*gain).into(), (*ids).into(), between.into()];
+            let [sizes, norm] = [(&dims).into(), (&norm).into()];
+            let launch = |blocks: u32, params: &[Param<'_>]| {
+                // SAFETY: `check` found every row of every tensor inside its view, and the weights' layouts, number and
+                // size to be the planned ones; `is_aligned` says what is moved in pieces of 16 bytes; the workspace has
+                // a row for each pair of the planned tokens; the grid has a row of blocks for each pair, of packed
+                // weights one for each 16 elements, and the blocks the shared memory that a row of x takes
+                // (`smem_bytes`).
+                unsafe { stages.up.launch(run.stream, [blocks, pairs, 1], threads, params) }
+            };
+            match PackedParams::of(*gate_up, *shared_gate_up) {
+                Some(packed) => {
+                    let params: [_; 21] = around([x, gain, ids], packed.list(), [activated, sizes, norm]);
+                    launch(dims.inner / TILE_ROWS, &params)?;
+                }
+                None => {
+                    let [weight, shared] = [plain(*gate_up), shared_param(shared_gate_up)];
+                    let blocks = select::up_blocks(run.device.profile().num_sms, pairs, dims.inner);
+                    launch(blocks, &[x, gain, ids, weight, shared, activated, sizes, norm])?;
+                }
+            }
         }
-        let params = [
-            activated.into(),
-            (*ids).into(),
-            (*weights).into(),
-            (*down).into(),
-            (*shared_down).into(),
-            (*gate).into(),
-            out.into(),
-            (&dims).into(),
-        ];
-        let grid = [dims.hidden.div_ceil(WARPS), tokens, 1];
-        // SAFETY: as above; the grid has a warp for each column of each token, and the blocks the shared memory that a
-        // token's rows take.
-        unsafe { stages.down.launch(run.stream, grid, threads, &params) }
+        let [activated, ids, weights, gate, out] =
+            [between.into(), (*ids).into(), (*weights).into(), (*gate).into(), out.into()];
+        let sizes = (&dims).into();
+        let launch = |blocks: u32, params: &[Param<'_>]| {
+            // SAFETY: as above; the grid has a warp for each column of each token, of packed weights a block for each
+            // 16, and the blocks the shared memory that a token's rows take.
+            unsafe { stages.down.launch(run.stream, [blocks, tokens, 1], threads, params) }
+        };
+        match PackedParams::of(*down, *shared_down) {
+            Some(packed) => {
+                let params: [_; 21] = around([activated, ids, weights], packed.list(), [gate, out, sizes]);
+                launch(dims.hidden.div_ceil(TILE_ROWS), &params)
+            }
+            None => {
+                let [weight, shared] = [plain(*down), shared_param(shared_down)];
+                let blocks = dims.hidden.div_ceil(WARPS);
+                launch(blocks, &[activated, ids, weights, weight, shared, gate, out, sizes])
+            }
+        }
     }
 
     // If no two tokens have the same expert.
@@ -378,12 +500,18 @@ impl Operator for FusedMoe {
         let FusedMoeProblem { tokens, experts, hidden, inner, dtype, .. } = *problem;
         let slots = problem.slots();
         let pairs = tokens.saturating_mul(slots);
+        let bits = |layout: Option<Layout>, k: usize| {
+            layout.map_or(8.0 * dtype.bytes() as f32, |layout| layout.bits_per_weight(k as u32))
+        };
+        // Of an element of gate, up and down together.
+        let weight_bits = 2.0 * bits(problem.gate_up, hidden) + bits(problem.down, inner);
         let [tokens, slots, experts, pairs, hidden, inner, bytes] =
             [tokens, slots, experts, pairs, hidden, inner, dtype.bytes()].map(count);
-        let elements = count(3) * hidden * inner;
+        let (elements, weights) = (count(3) * hidden * inner, (pairs * hidden * inner).0);
+        let weight_bytes = Saturating((weights as f64 * f64::from(weight_bits) / 8.0) as u64);
         Work {
             problem: format!("[{tokens}, {hidden}] {dtype}, {slots} of {experts} experts of {inner}"),
-            bytes: (pairs * elements + count(2) * tokens * hidden) * bytes,
+            bytes: weight_bytes + count(2) * tokens * hidden * bytes,
             flops: count(2) * pairs * elements,
         }
     }

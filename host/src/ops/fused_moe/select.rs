@@ -1,16 +1,22 @@
 //! Which kernels the experts of few tokens take.
 
-use abi::DType;
-use abi::ops::fused_moe::{BLOCKS_PER_SM, FusedMoeStage, FusedMoeTile, THREADS, VARIANTS, WARPS};
+use abi::ops::fused_moe::{
+    BLOCKS_PER_SM, FusedMoeStage, FusedMoeTile, PACKED_VARIANTS, PackedFusedMoeVariant, THREADS, VARIANTS,
+    WARPS,
+};
 
 use super::{FusedMoeProblem, OP, check_limits};
-use crate::device::DeviceLimits;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
+use crate::ops::matmul::takes;
 use crate::plan::{Choice, first};
 
 /// Pieces of 16 bytes if all rows are whole numbers of them.
-pub fn select(_limits: &DeviceLimits, problem: &FusedMoeProblem) -> Result<Choice<FusedMoeTile>, Error> {
+pub fn select(limits: &DeviceLimits, problem: &FusedMoeProblem) -> Result<Choice<FusedMoeTile>, Error> {
     check_limits(problem)?;
+    for stage in [FusedMoeStage::Up, FusedMoeStage::Down] {
+        packed(limits, problem, stage)?;
+    }
     Ok(if fits(FusedMoeTile::Pieces, problem) {
         Choice::new(FusedMoeTile::Pieces, THREADS, "rows are whole pieces of 16 bytes")
     } else {
@@ -32,8 +38,40 @@ pub(super) fn forced(tile: FusedMoeTile, problem: &FusedMoeProblem) -> Result<Ch
     Err(Error::invalid(OP, "variant", format!("one that can do {problem:?}"), format!("{tile:?}")))
 }
 
+/// The kernel of a stage of packed weights, that of the longest groups; none if they are plain matrices.
+fn packed(
+    limits: &DeviceLimits,
+    problem: &FusedMoeProblem,
+    stage: FusedMoeStage,
+) -> Result<Option<&'static PackedFusedMoeVariant>, Error> {
+    let [Some(layout), shared] = problem.layouts(stage) else { return Ok(None) };
+    let suits = |variant: &&PackedFusedMoeVariant| {
+        let mut layouts = std::iter::once(layout).chain(shared);
+        (variant.dtype, variant.stage) == (problem.dtype, stage)
+            && limits.floor.runs(variant.floor)
+            && layouts.all(|layout| layout.codes == variant.codes && takes(variant.group, &layout))
+    };
+    let variant = PACKED_VARIANTS.iter().filter(suits).max_by_key(|variant| variant.group);
+    variant.map(Some).ok_or_else(|| {
+        let expected =
+            "packed weights that kernels of f16 or bf16 from sm_80 on read, the shared expert's by the same";
+        Error::invalid(OP, "problem", expected, format!("{problem:?} on {}", limits.floor))
+    })
+}
+
 /// The kernel of a stage.
-pub(super) fn entry(dtype: DType, stage: FusedMoeStage, tile: FusedMoeTile) -> Result<&'static str, Error> {
+pub(super) fn entry(
+    device: &Device,
+    problem: &FusedMoeProblem,
+    stage: FusedMoeStage,
+    tile: FusedMoeTile,
+) -> Result<&'static str, Error> {
+    if let Some(limits) = device.limits()
+        && let Some(variant) = packed(&limits, problem, stage)?
+    {
+        return Ok(variant.entry);
+    }
+    let dtype = problem.dtype;
     let fits = |variant: &abi::ops::fused_moe::FusedMoeVariant| {
         (variant.dtype, variant.stage, variant.tile) == (dtype, stage, tile)
     };
@@ -48,7 +86,7 @@ pub(super) fn up_blocks(num_sms: u32, pairs: u32, inner: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use abi::Arch;
+    use abi::{Arch, DType};
 
     use super::*;
 
