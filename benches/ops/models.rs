@@ -49,14 +49,20 @@ macro_rules! published {
 const MODELS: &[Published] = &[
     published!("qwen3-0.6b", "qwen3-0.6b", None, &[1, 8, 32]),
     published!("qwen3-4b", "qwen3-4b-instruct-2507", None, &[1, 8, 32]),
-    published!("qwen3-coder-30b", "qwen3-coder-30b-a3b-instruct", None, &[1, 8]),
+    published!("qwen3-coder-30b", "qwen3-coder-30b-a3b-instruct", None, &[1, 2, 4, 8]),
     published!("qwen3-coder-next, 36 of 48 layers,", "qwen3-coder-next", Some(36), &[1, 8]),
     published!("glm-4.7-flash", "glm-4.7-flash", None, &[1, 8]),
     published!("qwen3-vl-2b", "qwen3-vl-2b-instruct", None, &[1, 8]),
     published!("qwen3-0.6b int4", "qwen3-0.6b", None, &[1, 8], Some(Scheme::INT4)),
     published!("qwen3-4b int4", "qwen3-4b-instruct-2507", None, &[1, 8, 32], Some(Scheme::INT4)),
     published!("qwen3-4b fp8", "qwen3-4b-instruct-2507", None, &[1, 8, 32], Some(Scheme::FP8)),
-    published!("qwen3-coder-30b int4", "qwen3-coder-30b-a3b-instruct", None, &[1, 8], Some(Scheme::INT4)),
+    published!(
+        "qwen3-coder-30b int4",
+        "qwen3-coder-30b-a3b-instruct",
+        None,
+        &[1, 2, 4, 8],
+        Some(Scheme::INT4)
+    ),
     published!("qwen3-coder-30b fp8", "qwen3-coder-30b-a3b-instruct", None, &[1, 8], Some(Scheme::FP8)),
     published!("glm-4.7-flash int4", "glm-4.7-flash", None, &[1, 8], Some(Scheme::INT4)),
     published!("qwen3-coder-next int4", "qwen3-coder-next", None, &[1, 8], Some(Scheme::INT4)),

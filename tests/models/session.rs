@@ -317,6 +317,45 @@ fn steps_on_the_residual() -> Outcome {
     Ok(())
 }
 
+/// The experts of a few sequences' tokens are one operator, unless nothing may depend on how many there are: no further
+/// from what f32 gives than sorted ones.
+#[test]
+fn experts_of_few_tokens() -> Outcome {
+    let options = SessionOptions { batch: 2, capacity: 16, ..SessionOptions::default() };
+    let steps = |device: &Device, name: &str, dtype| {
+        let folder = match name {
+            "fp8_block_moe" => workspace_root().join("tests/golden-quant").join(name),
+            _ => golden::folder(name),
+        };
+        let mut session = session(device, &folder, dtype, options)?;
+        session.prefill(0, &[5, 6, 7, 8, 9])?;
+        session.prefill(1, &[3, 2])?;
+        let mut all = Vec::new();
+        for ids in [[10, 4], [11, 5], [12, 6]] {
+            all.extend(session.decode(&ids)?.to_host()?);
+        }
+        let [.., (_, reports)] = session.optimization_reports();
+        let kernels: Vec<_> = reports.into_iter().map(|report| report.variant).collect();
+        Ok::<_, Box<dyn StdError>>((all, kernels))
+    };
+    let card = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
+    let invariant = card.with_invariance(Invariance::Batch);
+    for name in ["qwen3_moe", "glm4_moe_lite", "fp8_block_moe"] {
+        let (exact, _) = steps(&Device::cpu(), name, DType::F32)?;
+        let error = |logits: &[f32]| -> f32 {
+            std::iter::zip(logits, &exact).map(|(got, want)| (got - want).powi(2)).sum::<f32>().sqrt()
+        };
+        let [few, sorted] = [&card, &invariant].map(|device| steps(device, name, DType::BF16));
+        let ((few, kernels), (sorted, of_sorted)) = (few?, sorted?);
+        let has = |kernels: &[&str], what: &str| kernels.iter().any(|kernel| kernel.contains(what));
+        assert!(has(&kernels, "fused_moe") && !has(&kernels, "moe_combine"), "{name}: {kernels:?}");
+        assert!(has(&of_sorted, "moe_combine") && !has(&of_sorted, "fused_moe"), "{name}: {of_sorted:?}");
+        let (error, of_sorted) = (error(&few), error(&sorted));
+        assert!(error <= 1.5 * of_sorted, "{name}: {error}, sorted {of_sorted}");
+    }
+    Ok(())
+}
+
 /// Mistakes of a caller: each is an error that names what was expected, and leaves the session as it was.
 #[test]
 fn bad_calls() -> Outcome {

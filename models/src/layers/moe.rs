@@ -23,8 +23,7 @@ use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
 use host::ops::moe_router::{
     MoeRouter, MoeRouterArgs, MoeRouterProblem, OwnExperts, SORT_TOKENS, SortedPairs,
 };
-use host::{Constant, Tensor, TensorView, TensorViewMut};
-use host::{Kernel, OptimizationReport};
+use host::{Constant, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
 
 /// Mixture of experts: `Σ_k w_k · mlp_{e_k}(x)`, and a shared expert that every token has.
 #[derive(Debug)]
@@ -126,19 +125,31 @@ struct MoePlans {
     /// Of the experts; none at a rank that has none of their columns.
     experts: Option<ExpertPlans>,
     combine: MoeCombine,
+    /// Of few tokens: all of these but the router's product in three launches, if that is possible.
+    few: Option<FewTokens>,
     /// On the residual itself, if that is possible: in fewer launches, or else with a sum that is added to it.
     in_place: Option<MoeInPlace>,
     added: Option<MoeCombine>,
 }
 
+/// Most tokens whose pairs read their experts' weights each for itself, of plain weights and of packed ones: if there
+/// are twice as many experts as pairs, so that few have the same.
+const FEW_TOKENS: [usize; 2] = [4, 2];
+
+/// The mixture of few tokens, whose pairs nobody sorts.
+#[derive(Debug)]
+struct FewTokens {
+    router: MoeRouter,
+    experts: FusedMoe,
+}
+
 /// The mixture of a single token, added to the residual.
 #[derive(Debug)]
 struct MoeInPlace {
-    router: MoeRouter,
+    /// Of normed rows.
+    few: FewTokens,
     /// The router's product and the experts, of the residual behind its norm; where there are kernels for both.
     normed: Option<(Matmul, FusedMoe)>,
-    /// Of normed rows.
-    experts: FusedMoe,
 }
 
 #[derive(Debug)]
@@ -199,9 +210,18 @@ impl MoePlans {
             })
         };
         let in_place = MoeInPlace::new(phase, config, moe, (logits, choice))?;
+        let is_packed = moe.gate_up.layout().or(moe.down.layout()).is_some();
+        let is_few = (2..=FEW_TOKENS[usize::from(is_packed)]).contains(&tokens)
+            && 2 * rows <= experts
+            && phase.rank.is_none()
+            && phase.adapters.is_none()
+            && !phase.is_invariant()
+            && device.limits().is_some();
+        let few = if is_few { FewTokens::new(phase, (config, moe), choice, Store::Replace)? } else { None };
         let adds = phase.may_work_in_place() && in_place.is_none();
         let added = MoeCombineProblem { store: Store::Add, ..combine };
         Ok(MoePlans {
+            few,
             in_place,
             added: adds.then(|| MoeCombine::plan(device, added)).transpose()?,
             logits: Matmul::plan(device, logits)?,
@@ -213,9 +233,11 @@ impl MoePlans {
     }
 
     fn reports(&self) -> Vec<OptimizationReport> {
-        if let Some(MoeInPlace { router, normed, experts }) = &self.in_place {
+        let few = self.in_place.as_ref().map(|in_place| &in_place.few).or(self.few.as_ref());
+        if let Some(FewTokens { router, experts }) = few {
+            let normed = self.in_place.as_ref().and_then(|in_place| in_place.normed.as_ref());
             let (logits, experts) =
-                normed.as_ref().map_or((&self.logits, experts), |(logits, experts)| (logits, experts));
+                normed.map_or((&self.logits, experts), |(logits, experts)| (logits, experts));
             return vec![
                 logits.optimization_report(),
                 router.optimization_report(),
@@ -234,6 +256,54 @@ impl MoePlans {
     }
 }
 
+/// The experts of tokens that are planned as one operator, if they can be.
+fn fused(phase: &Phase<'_>, (config, moe): (&MoeConfig, &Moe), store: Store) -> Option<FusedMoeProblem> {
+    let &MoeConfig { num_experts, top_k, expert, shared, .. } = config;
+    let of_shared = |of: fn(&Mlp) -> &ProjectionWeight| moe.shared.as_ref().map(of);
+    let weights = [
+        Some(&moe.gate_up),
+        Some(&moe.down),
+        of_shared(|mlp| &mlp.gate_up.weight),
+        of_shared(|mlp| &mlp.down.weight),
+    ];
+    // One weight each, which no rows of int8 multiply.
+    let is_whole = weights.iter().flatten().all(|weight| weight.is_operand());
+    // The shared expert is one of the others' size, or there is none.
+    let is_alike = shared.is_none_or(|shared| shared.mlp == expert);
+    if !is_whole || !is_alike {
+        return None;
+    }
+    let [gate_up, down, shared_gate_up, shared_down] =
+        weights.map(|weight| weight.and_then(ProjectionWeight::layout));
+    let sizes = [phase.config.hidden_size, expert.intermediate_size];
+    let problem = FusedMoeProblem {
+        activation: expert.activation,
+        shared: shared.is_some(),
+        store,
+        gate_up,
+        down,
+        shared_gate_up,
+        shared_down,
+        ..FusedMoeProblem::new(phase.tokens, [top_k, num_experts], sizes, phase.dtype)
+    };
+    FusedMoe::supports(phase.stream.device(), &problem).is_ok().then_some(problem)
+}
+
+impl FewTokens {
+    /// With the problem of the router, which sorts nothing.
+    fn new(
+        phase: &Phase<'_>,
+        of: (&MoeConfig, &Moe),
+        router: MoeRouterProblem,
+        store: Store,
+    ) -> Result<Option<Self>, Error> {
+        let Some(experts) = fused(phase, of, store) else { return Ok(None) };
+        let device = phase.stream.device();
+        let (router, experts) = (MoeRouter::plan(device, router)?, FusedMoe::plan(device, experts)?);
+        Ok(Some(FewTokens { router, experts }))
+    }
+}
+
 impl MoeInPlace {
     /// With the problems of the router's product and of the router, which sorts nothing.
     fn new(
@@ -242,50 +312,65 @@ impl MoeInPlace {
         moe: &Moe,
         (logits, choice): (MatmulProblem, MoeRouterProblem),
     ) -> Result<Option<Self>, Error> {
-        let &MoeConfig { num_experts, top_k, expert, shared, .. } = config;
-        let (device, hidden_size) = (phase.stream.device(), phase.config.hidden_size);
-        let of_shared = |of: fn(&Mlp) -> &ProjectionWeight| moe.shared.as_ref().map(of);
-        let weights = [
-            Some(&moe.gate_up),
-            Some(&moe.down),
-            of_shared(|mlp| &mlp.gate_up.weight),
-            of_shared(|mlp| &mlp.down.weight),
-        ];
-        // One weight each, which no rows of int8 multiply.
-        let is_whole = weights.iter().flatten().all(|weight| weight.is_operand());
-        let [gate_up, down, shared_gate_up, shared_down] =
-            weights.map(|weight| weight.and_then(ProjectionWeight::layout));
-        // The shared expert is one of the others' size, or there is none.
-        let is_alike = shared.is_none_or(|shared| shared.mlp == expert);
-        if !phase.may_work_in_place() || !is_whole || !is_alike {
+        let device = phase.stream.device();
+        if !phase.may_work_in_place() {
             return Ok(None);
         }
-        let sizes = [hidden_size, expert.intermediate_size];
-        let experts = FusedMoeProblem {
-            activation: expert.activation,
-            shared: shared.is_some(),
-            store: Store::Add,
-            gate_up,
-            down,
-            shared_gate_up,
-            shared_down,
-            ..FusedMoeProblem::new(phase.tokens, [top_k, num_experts], sizes, phase.dtype)
+        let (Some(few), Some(experts)) = (
+            FewTokens::new(phase, (config, moe), choice, Store::Add)?,
+            fused(phase, (config, moe), Store::Add),
+        ) else {
+            return Ok(None);
         };
-        if FusedMoe::supports(device, &experts).is_err() {
-            return Ok(None);
-        }
         let norm = Some(phase.row_norm());
         let normed = MatmulProblem { norm, ..logits };
         let normed = Matmul::supports(device, &normed).is_ok().then(|| {
             let experts = FusedMoe::plan(device, FusedMoeProblem { norm, ..experts })?;
             Ok::<_, Error>((Matmul::plan(device, normed)?, experts))
         });
-        Ok(Some(MoeInPlace {
-            router: MoeRouter::plan(device, choice)?,
-            normed: normed.transpose()?,
-            experts: FusedMoe::plan(device, experts)?,
-        }))
+        Ok(Some(MoeInPlace { few, normed: normed.transpose()? }))
     }
+}
+
+/// A mixture of few tokens: the router's product, the router and the experts. x is none where out holds the rows, and
+/// the gain that of the norm that they have before.
+fn run_few(
+    (stream, config, weights): (&Stream, &MoeConfig, &Moe),
+    (product, router, experts): (&Matmul, &MoeRouter, &FusedMoe),
+    [logits, ids, pair_weights]: [&mut Tensor; 3],
+    (x, gain): (Option<TensorView<'_>>, Option<TensorView<'_>>),
+    out: TensorViewMut<'_>,
+) -> Result<(), Error> {
+    let (tokens, num_experts) = (0..out.shape()[0], config.num_experts);
+    let mut logits = logits.view_mut().slice(0, tokens.clone())?;
+    let rows = x.unwrap_or(out.as_view());
+    let args = MatmulArgs { gain, ..MatmulArgs::new(rows, weights.router.weight.view(), logits.reborrow()) };
+    product.run(stream, args)?;
+    let mut ids = ids.view_mut().slice(0, tokens.clone())?;
+    let mut pair_weights = pair_weights.view_mut().slice(0, tokens)?;
+    let args = MoeRouterArgs {
+        logits: logits.as_view().slice(1, 0..num_experts)?,
+        bias: weights.correction_bias.as_ref().map(Constant::view),
+        ids: ids.reborrow(),
+        weights: pair_weights.reborrow(),
+        sorted: None,
+    };
+    router.run(stream, args)?;
+    let shared = weights.shared.as_ref();
+    let has_gate = config.has_shared_gate() && shared.is_some();
+    let args = FusedMoeArgs {
+        x,
+        gain,
+        shared_gate_up: shared.map(|mlp| mlp.gate_up.weight.operand()),
+        shared_down: shared.map(|mlp| mlp.down.weight.operand()),
+        gate: has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?,
+        ..FusedMoeArgs::new(
+            [ids.as_view(), pair_weights.as_view()],
+            [weights.gate_up.operand(), weights.down.operand()],
+            out,
+        )
+    };
+    experts.run(stream, args)
 }
 
 impl MoeBlock {
@@ -344,46 +429,23 @@ impl MoeBlock {
         weights: &Moe,
         rows: InPlace<'_>,
     ) -> Result<(), Error> {
-        let (stream, num_experts) = (step.stream, self.config.num_experts);
         let plans = self.plans.holding(step.tokens)?;
-        let Some(in_place) = &plans.in_place else {
+        let Some(MoeInPlace { few, normed }) = &plans.in_place else {
             let normed = *planned(rows.normed.as_ref())?;
             return self.add_up(step, (weights, None), normed, (rows.residual, Store::Add));
         };
-        let tokens = 0..step.tokens;
-        let (x, gain) = rows.input();
+        let (_, gain) = rows.input();
         let (product, experts) = match gain {
-            Some(_) => planned(in_place.normed.as_ref()).map(|(product, experts)| (product, experts))?,
-            None => (&plans.logits, &in_place.experts),
+            Some(_) => planned(normed.as_ref()).map(|(product, experts)| (product, experts))?,
+            None => (&plans.logits, &few.experts),
         };
-        let mut logits = self.logits.view_mut().slice(0, tokens.clone())?;
-        let args = MatmulArgs { gain, ..MatmulArgs::new(x, weights.router.weight.view(), logits.reborrow()) };
-        product.run(stream, args)?;
-        let mut ids = self.ids.view_mut().slice(0, tokens.clone())?;
-        let mut pair_weights = self.weights.view_mut().slice(0, tokens)?;
-        let args = MoeRouterArgs {
-            logits: logits.as_view().slice(1, 0..num_experts)?,
-            bias: weights.correction_bias.as_ref().map(Constant::view),
-            ids: ids.reborrow(),
-            weights: pair_weights.reborrow(),
-            sorted: None,
-        };
-        in_place.router.run(stream, args)?;
-        let shared = weights.shared.as_ref();
-        let has_gate = self.config.has_shared_gate() && shared.is_some();
-        let args = FusedMoeArgs {
-            x: rows.normed,
-            gain,
-            shared_gate_up: shared.map(|mlp| mlp.gate_up.weight.operand()),
-            shared_down: shared.map(|mlp| mlp.down.weight.operand()),
-            gate: has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?,
-            ..FusedMoeArgs::new(
-                [ids.as_view(), pair_weights.as_view()],
-                [weights.gate_up.operand(), weights.down.operand()],
-                rows.residual,
-            )
-        };
-        experts.run(stream, args)
+        run_few(
+            (step.stream, &self.config, weights),
+            (product, &few.router, experts),
+            [&mut self.logits, &mut self.ids, &mut self.weights],
+            (rows.normed, gain),
+            rows.residual,
+        )
     }
 
     pub(super) fn run(
@@ -406,6 +468,15 @@ impl MoeBlock {
         let MoeConfig { num_experts, top_k, expert, .. } = self.config;
         let (stream, tokens) = (step.stream, x.shape()[0]);
         let plans = self.plans.holding(tokens)?;
+        if let (Some(FewTokens { router, experts }), Store::Replace) = (&plans.few, store) {
+            return run_few(
+                (stream, &self.config, weights),
+                (&plans.logits, router, experts),
+                [&mut self.logits, &mut self.ids, &mut self.weights],
+                (Some(x), None),
+                out,
+            );
+        }
         let combine = match store {
             Store::Replace => &plans.combine,
             Store::Add => planned(plans.added.as_ref())?,

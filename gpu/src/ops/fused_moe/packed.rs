@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! up     block: a pair, 16 elements     warps 0 to 3: the gate's rows, a quarter of k each; warps 4 to 7: up's
-//! down   block: a token, 16 columns     of all tiles of all its experts, one expert after the other, a warp has an eighth
+//! down   block: a token, 16 columns     an eighth of the tiles of all its experts, one after the other, to a warp
 //! ```
 //!
 //! Rows between the products are taken as they are, and a slot's sums are multiplied by its weight. Parts are added up
@@ -91,8 +91,8 @@ unsafe fn up<C: Code<Words = FewWords>, T: Pair + Operand + Element, const TILES
     let slots = dims.slots.max(1);
     let (pair, block, hidden) = (thread::block_idx_y(), thread::block_idx_x(), dims.hidden);
     let (token, slot) = (pair / slots, pair % slots);
-    // SAFETY: a pair of the grid; rows of x and tiles that there are; each thread norms what it has stored, and all read
-    // behind the barrier; elements are below `inner`, and their places in the workspace the pair's own.
+    // SAFETY: a pair of the grid; rows of x and tiles that there are; each thread norms what it has stored, and all
+    // read behind the barrier; elements are below `inner`, and their places in the workspace the pair's own.
     unsafe {
         let expert = expert_of(inputs.ids, token, slot, dims);
         // The same for the whole block.
@@ -182,8 +182,8 @@ unsafe fn down<
     let of_slot = tiles * (TILE_K / T::PER_PIECE);
     let all = dims.slots * tiles;
     let of_warp = all.div_ceil(WARPS);
-    // SAFETY: slots below `slots` have their places in the head, which all read behind the barrier; rows of experts that
-    // there are — `FusedMoe::run`; each column is finished by one thread.
+    // SAFETY: slots below `slots` have their places in the head, which all read behind the barrier; rows of experts
+    // that there are — `FusedMoe::run`; each column is finished by one thread.
     unsafe {
         if member < dims.slots {
             store_slot(inputs.ids, inputs.weights, inputs.gate, (token, member), dims);
