@@ -8,8 +8,8 @@ A sweep times every kernel that can do a shape. The time of a launch is modelled
     waves · (steps · (step + full · fullness + row · rows) + wave + wave_row · rows) + once
 
 with the waves of its tiles or clusters, how full these are, the steps of k of a block, and for swapped tiles the rows of
-a in each. The factors of each tile are those of the least relative squares, none below 0. `select` takes the tile of the
-least time.
+a in each. The factors of each tile are those of the least relative squares, none below 0, in which a shape counts more
+where the tile is nearly the best. `select` takes the tile of the least time.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import re
 
 SMS = {"NVIDIA H200": 132, "NVIDIA H100 80GB HBM3": 132}
 FEWEST_ROWS = 65
+# A tile's time counts by its share of the best one's to this power: what is far from being chosen may be modelled worse.
+NEARNESS = 4
 
 
 def tile_of(entry):
@@ -55,11 +57,11 @@ def terms(tile, m, n, k, sms):
     return [waves * steps, waves * steps * fullness, waves * steps * rows, waves, waves * rows, 1]
 
 
-def least_squares(rows):
-    """Factors, none below 0, of the least squares of `row · factors − 1`."""
+def least_squares(rows, weights):
+    """Factors, none below 0, of the least weighted squares of `row · factors − 1`."""
     size = len(rows[0])
-    square = [[sum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
-    right = [sum(row[i] for row in rows) for i in range(size)]
+    square = [[sum(w * row[i] * row[j] for row, w in zip(rows, weights)) for j in range(size)] for i in range(size)]
+    right = [sum(w * row[i] for row, w in zip(rows, weights)) for i in range(size)]
     factors = [0.0] * size
     for _ in range(4000):
         for i in range(size):
@@ -82,13 +84,16 @@ def main():
         if line["kind"] != "case" or not line.get("others"):
             continue
         m, n, k = (line["shape"][key] for key in "mnk")
-        times = {tile: us for entry, us in line["others"].items() if (tile := tile_of(entry))}
+        of_kernels = {**line["others"], line["kernel"]: line["us"]}
+        times = {tile: us for entry, us in of_kernels.items() if (tile := tile_of(entry))}
         if m < FEWEST_ROWS:
             continue
         for tile, us in times.items():
-            rows.setdefault(tile, []).append([term / us for term in terms(tile, m, n, k, SMS[run["device"]])])
+            of_tile = rows.setdefault(tile, ([], []))
+            of_tile[0].append([term / us for term in terms(tile, m, n, k, SMS[run["device"]])])
+            of_tile[1].append((min(times.values()) / us) ** NEARNESS)
         cases.append(((m, n, k), times))
-    factors = {tile: least_squares(of_tile) for tile, of_tile in rows.items()}
+    factors = {tile: least_squares(*of_tile) for tile, of_tile in rows.items()}
     regrets = []
     for (m, n, k), times in cases:
         def model(tile):

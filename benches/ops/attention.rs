@@ -3,8 +3,8 @@
 use serde_json::json;
 use warpforge::ops::attention::reference::{self, Options, Sequence};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, KvScales, Mask, Offsets, ScoreBias,
-    ScoreTensors,
+    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, DECODE_RING_VARIANTS, KvScales, Mask,
+    Offsets, PREFILL_MMA_VARIANTS, ScoreBias, ScoreTensors, VARIANTS, WGMMA_VARIANTS,
 };
 use warpforge::{DType, Error, Stream, Tensor};
 
@@ -67,7 +67,16 @@ pub fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> 
         scores,
         page_size,
     };
-    let plan = Attention::plan(&bencher.device, problem)?;
+    let device = bencher.device.clone();
+    let variants = || {
+        let by_tensor_cores = WGMMA_VARIANTS.iter().chain(DECODE_RING_VARIANTS).chain(PREFILL_MMA_VARIANTS);
+        by_tensor_cores.chain(VARIANTS.iter().filter(|variant| variant.tile.is_decode()))
+    };
+    let planned = |entry: &str| match variants().find(|variant| variant.entry == entry) {
+        Some(variant) => Attention::plan_with(&device, problem, variant),
+        None => Attention::plan(&device, problem),
+    };
+    let plan = planned(bencher.kernel.as_deref().unwrap_or_default())?;
     let report = plan.report();
     let mask_name = match mask {
         Mask::None => "none",
@@ -135,7 +144,7 @@ pub fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> 
             pages: page_size.map(|page_size| table(bencher, page_size)).transpose()?,
         })
     })?;
-    let run = |stream: &Stream, set: &mut Set| {
+    let run = |plan: &Attention, stream: &Stream, set: &mut Set| {
         let (q, k) = (set.q.view(), set.k.view());
         let v = set.v.as_ref().map_or_else(|| k.slice(3, 0..head_dim_v), |v| Ok(v.view()))?;
         let [page_table, kv_lens] = [0, 1].map(|i| set.pages.as_ref().map(|pages| pages[i].view()));
@@ -196,5 +205,6 @@ pub fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> 
         let (want, _) = reference::attention::<f64>(&sequence, &q, &k, &v, |value| value);
         expect_close(DTYPE, &row(&set.out)?, &want)
     };
-    bencher.time(&report, &mut sets, run, verify)
+    let kernels = variants().map(|variant| variant.entry);
+    bencher.time_among(&report, &mut sets, (kernels, planned), &plan, run, verify)
 }

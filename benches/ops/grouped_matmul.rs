@@ -169,16 +169,13 @@ fn offsets(rows: usize, experts: usize, seed: u64) -> Vec<u32> {
 pub fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> {
     let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
     let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, experts, n, k, DTYPE) };
-    let named = bencher.kernel.as_deref();
-    let plan = match VARIANTS
-        .iter()
-        .chain(MMA_VARIANTS)
-        .chain(WGMMA_VARIANTS)
-        .find(|variant| Some(variant.entry) == named)
-    {
-        Some(variant) => GroupedMatmul::plan_with(&bencher.device, problem, variant)?,
-        None => GroupedMatmul::plan(&bencher.device, problem)?,
+    let device = bencher.device.clone();
+    let variants = || WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(VARIANTS);
+    let planned = |entry: &str| match variants().find(|variant| variant.entry == entry) {
+        Some(variant) => GroupedMatmul::plan_with(&device, problem, variant),
+        None => GroupedMatmul::plan(&device, problem),
     };
+    let plan = planned(bencher.kernel.as_deref().unwrap_or_default())?;
     let report = plan.report();
     let fan_out = fan_out(from);
     let work = Work {
@@ -194,7 +191,7 @@ pub fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failu
     let w = bencher.random(&[experts, n, k], DTYPE, 1000)?;
     let (order, x_rows) = (backwards(bencher, rows)?, rows / fan_out.max(1));
     let mut sets = bencher.sets(|bencher, seed| set(bencher, case, seed))?;
-    let run = |stream: &Stream, set: &mut Set| {
+    let run = |plan: &GroupedMatmul, stream: &Stream, set: &mut Set| {
         let order = (fan_out > 0).then(|| order.view());
         let args = GroupedMatmulArgs::new(set.x.view(), w.view(), set.offsets.view(), set.out.view_mut());
         plan.run(stream, GroupedMatmulArgs { order, ..args })
@@ -207,5 +204,6 @@ pub fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failu
             reference::matmul::<f64>(&x, &exact(w.to_vec(stream)?), None, [1, CHECKED.min(n), k], |v| v);
         expect_close(DTYPE, &first_row(&set.out, stream)?[..want.len()], &want)
     };
-    bencher.time(&report, &mut sets, run, verify)
+    let kernels = variants().map(|variant| variant.entry);
+    bencher.time_among(&report, &mut sets, (kernels, planned), &plan, run, verify)
 }

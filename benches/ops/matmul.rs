@@ -264,20 +264,16 @@ pub fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     if precision == Precision::Tf32 {
         shape["tf32"] = json!(true);
     }
-    let named = bencher.kernel.as_deref();
     let variants = || {
         let first = WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS);
         first.chain(AHEAD_VARIANTS).chain(VARIANTS)
     };
     let device = bencher.device.clone();
-    let plan_with = |entry: &str| {
-        let variant = variants().find(|variant| variant.entry == entry);
-        variant.map(|variant| Matmul::plan_with(&device, problem, variant))
+    let planned = |entry: &str| match variants().find(|variant| variant.entry == entry) {
+        Some(variant) => Matmul::plan_with(&device, problem, variant),
+        None => Matmul::plan(&device, problem),
     };
-    let plan = match named.and_then(plan_with) {
-        Some(plan) => plan?,
-        None => Matmul::plan(&device, problem)?,
-    };
+    let plan = planned(bencher.kernel.as_deref().unwrap_or_default())?;
     let report = plan.report();
     let work = Work { dtype: dtype.name(), shape, bytes: report.bytes, flops: report.flops };
     if !bencher.starts(work)? {
@@ -315,7 +311,5 @@ pub fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     // Ordinary arithmetic is never faster where the tensor cores have the type.
     let is_slow = |tile| matches!(tile, MatmulTile::Simt { .. } | MatmulTile::Gemv { .. }) && m > 1;
     let entries = variants().filter(|variant| !is_slow(variant.tile)).map(|variant| variant.entry);
-    let planned = |entry| plan_with(entry).unwrap_or_else(|| Matmul::plan(&device, problem));
-    bencher.time_others(&mut sets, entries, planned, run)?;
-    bencher.time(&report, &mut sets, |stream, set| run(&plan, stream, set), verify)
+    bencher.time_among(&report, &mut sets, (entries, planned), &plan, run, verify)
 }

@@ -17,6 +17,8 @@ Usage, from the root of the repository (the programs read its files):
   run bench OUTDIR [ARGS]  every benchmark and its peers in PyTorch, if there is one; ours.jsonl and peers.jsonl in OUTDIR are
                            what `cargo xtask bench-report OUTDIR` reads. ARGS go to the benchmarks (filters, which the
                            peers get too; --floor=sm_80, --energy=all)
+  run choice [ARGS]        a sample of the sweeps' shapes, each by every kernel that can do it: fails where the chosen one is more than a
+                           twentieth behind the best. ARGS go to the benchmark (filters, --device)
   run scaling OUTDIR       sums over 2, 4, 8 … cards beside NCCL and PyTorch, and whole models over 1, 2, 4, 8 …: sums.N.jsonl, peers.N.jsonl and
                            models.jsonl in OUTDIR. WARPFORGE_MODELS chooses the models
   run example NAME [ARGS]  one example
@@ -305,6 +307,9 @@ case "$mode" in
         export REQUIRE_GPU=1
         args=("$@")
         sanitize
+        ;;
+    choice)
+        "$bundle/bench/ops" --energy off --sweep matmul --sweep grouped --sweep attention --check-choice --every 11 "$@"
         ;;
     bench)
         (($# > 0)) || fail "bench OUTDIR [ARGS]"

@@ -25,6 +25,7 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::fs::File;
 use std::io::Write;
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
 
@@ -73,7 +74,14 @@ pub struct Options {
     /// In a sweep, only the kernels that plans choose.
     #[arg(long)]
     chosen_only: bool,
-    /// Times this kernel of a matrix product, where it can do the case, and not the one that a plan chooses.
+    /// In a sweep, fails where another kernel takes less time than the one that a plan chooses: by more than a
+    /// twentieth and the spread, in three measurements of both in turn.
+    #[arg(long, conflicts_with = "chosen_only", requires = "sweep")]
+    check_choice: bool,
+    /// Only each so many-th case.
+    #[arg(long, default_value_t = NonZero::<usize>::MIN)]
+    every: NonZero<usize>,
+    /// Times this kernel of a product or of attention, and not the one that a plan chooses.
     #[arg(long)]
     kernel: Option<String>,
     /// What `cargo bench` passes; no effect.
@@ -105,6 +113,8 @@ pub enum Sweep {
     Rowwise,
 }
 
+/// How much longer than the best kernel the chosen one may take, with `--check-choice`.
+const MOST_BEHIND: f64 = 1.05;
 /// Elements of the block of random numbers that all tensors are filled from.
 const BLOCK: usize = 1 << 20;
 /// The most that a case may take on the CPU, where a run of more would take seconds.
@@ -120,6 +130,10 @@ pub struct Bencher {
     /// What `--sweep` names.
     pub sweeps: Vec<Sweep>,
     chosen_only: bool,
+    check_choice: bool,
+    every: NonZero<usize>,
+    /// Cases that the filters have let through.
+    num_seen: usize,
     filters: Vec<String>,
     energy: Energy,
     /// What the energy is read from, and what a card has reached; neither where cases are only listed.
@@ -172,6 +186,9 @@ impl Bencher {
             kernel: options.kernel,
             sweeps: options.sweep,
             chosen_only: options.chosen_only,
+            check_choice: options.check_choice,
+            every: options.every,
+            num_seen: 0,
             filters: options.filters,
             energy: options.energy,
             meter: None,
@@ -249,6 +266,10 @@ impl Bencher {
     ) {
         let name = format!("{op} {label}");
         if !self.filters.is_empty() && !self.filters.iter().any(|filter| name.contains(filter)) {
+            return;
+        }
+        self.num_seen += 1;
+        if !(self.num_seen - 1).is_multiple_of(self.every.get()) {
             return;
         }
         self.current =
@@ -340,38 +361,56 @@ impl Bencher {
         self.print(timing, joules, Some(report))
     }
 
-    /// In a sweep, times other kernels at the case at hand: those that can do it, but none that takes several times as
-    /// long as what has been timed. For before [`Self::time`].
-    pub fn time_others<S, P>(
+    /// As [`Self::time`] of the plan that was chosen; in a sweep the other kernels that can do the case are timed
+    /// before it, but none that takes several times as long as another.
+    pub fn time_among<S, P>(
         &mut self,
+        report: &OptimizationReport,
         sets: &mut [S],
-        kernels: impl IntoIterator<Item = &'static str>,
-        plan: impl Fn(&'static str) -> Result<P, Error>,
+        (kernels, plan): (impl IntoIterator<Item = &'static str>, impl Fn(&'static str) -> Result<P, Error>),
+        chosen: &P,
         run: impl Fn(&P, &Stream, &mut S) -> Result<(), Error>,
+        verify: impl Fn(&Stream, &S) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         const TOO_LONG: f64 = 3.0;
-        if self.sweeps.is_empty() || self.chosen_only || self.is_cpu() {
-            return Ok(());
-        }
-        let mut best_us = f64::INFINITY;
-        for kernel in kernels {
+        // The fastest of the others so far: its name, microseconds and plan.
+        let mut best: Option<(&str, f64, P)> = None;
+        let is_alone = self.sweeps.is_empty() || self.chosen_only || self.is_cpu();
+        for kernel in kernels.into_iter().filter(|kernel| !is_alone && *kernel != report.variant) {
             let Ok(plan) = plan(kernel) else { continue };
             let run = |stream: &Stream, set: &mut S| run(&plan, stream, set);
             run(&self.stream, &mut sets[0])?;
             let start = self.stream.record()?;
             run(&self.stream, &mut sets[1])?;
             let once_us = f64::from(self.stream.record()?.elapsed_ms(&start)?) * 1e3;
+            let best_us = best.as_ref().map_or(f64::INFINITY, |best| best.1);
             // A call by itself takes some microseconds on the host.
             if once_us > TOO_LONG * best_us + 20.0 {
                 continue;
             }
             let (timing, _) = timing::time(&self.stream, sets, &run, self.effort(), None)?;
-            best_us = best_us.min(timing.median_us);
             if let Some(current) = &mut self.current {
                 current.others.push((kernel, timing.median_us));
             }
+            if timing.median_us < best_us {
+                best = Some((kernel, timing.median_us, plan));
+            }
         }
-        Ok(())
+        let of_chosen = |stream: &Stream, set: &mut S| run(chosen, stream, set);
+        self.time(report, sets, of_chosen, verify)?;
+        let Some((kernel, _, plan)) = best.filter(|_| self.check_choice) else { return Ok(()) };
+        let of_best = |stream: &Stream, set: &mut S| run(&plan, stream, set);
+        let mut least = f64::INFINITY;
+        for _ in 0..3 {
+            let (best, _) = timing::time(&self.stream, sets, &of_best, self.effort(), None)?;
+            let (ours, _) = timing::time(&self.stream, sets, &of_chosen, self.effort(), None)?;
+            let behind = (ours.median_us - ours.spread_us) / (best.median_us + best.spread_us);
+            least = least.min(behind);
+            if least <= MOST_BEHIND {
+                return Ok(());
+            }
+        }
+        Err(format!("{kernel} takes less than {} by {:.0} %", report.variant, (least - 1.0) * 100.0).into())
     }
 
     fn effort(&self) -> Effort {

@@ -251,7 +251,10 @@ pub(super) fn choose(
     let is_invariant = limits.is_invariant();
     let rows = if is_invariant { usize::MAX } else { seq_q * group };
     let rings = if problem.is_fp8() { DECODE_RING_FP8_VARIANTS } else { DECODE_RING_VARIANTS };
-    let tensor_decode = for_rows(rings, |v| holds(v, problem) && runs(limits, v, problem), rows);
+    // Of 256 columns two tiles of 8 rows take less time than one of 16 (`benches/record/h200/2026-11-28-choice.md`).
+    let is_wide = problem.head_dim.max(problem.head_dim_v) > 128 && !problem.is_fp8();
+    let tile_rows = if is_wide && rows <= 16 { rows.min(8) } else { rows };
+    let tensor_decode = for_rows(rings, |v| holds(v, problem) && runs(limits, v, problem), tile_rows);
     let most = if tensor_decode.is_some() { MAX_TENSOR_DECODE_QUERIES } else { MAX_DECODE_QUERIES };
     let few = !is_invariant && (1..=most).contains(&seq_q);
     let (variant, reason) = match prefill(problem) {
@@ -351,6 +354,8 @@ mod tests {
             (hopper, DType::F16, (64, 40), 1, None, "attention_f16__decode_ring_d64_r8__sm80"),
             (hopper, DType::BF16, (128, 128), 2, None, "attention_bf16__decode_ring_d128_r8__sm80"),
             (hopper, DType::BF16, (128, 128), 3, None, "attention_bf16__decode_ring_d128_r16__sm80"),
+            (hopper, DType::BF16, (256, 256), 4, None, "attention_bf16__decode_ring_d256_r8__sm80"),
+            (hopper, DType::BF16, (256, 256), 5, None, "attention_bf16__decode_ring_d256_r16__sm80"),
             (hopper, DType::F32, (64, 40), 5, None, "attention_f32__prefill_d64__sm61"),
             (hopper, DType::F16, (40, 64), 4096, None, "attention_f16__prefill_d64__sm90a"),
             (hopper, DType::F16, (40, 72), 4096, None, "attention_f16__prefill_d128__sm90a"),
