@@ -3,17 +3,21 @@
 //! The columns of a tile stay in the order in which a vector of codes has them; what they are multiplied by is put into
 //! that order once.
 
+mod numbers;
+mod products;
+
 use std::array;
 use std::ops::Range;
-use std::sync::LazyLock;
 
 use abi::weight::{BLOCK_SCALES, Codes, Layout, SUPER_K, ScaleType, TILE_K, TILE_ROWS};
-use half::f16;
 
 use super::{Counts, Weight};
-use crate::fp8::F8E4M3;
 use crate::simd::{LANES, Lanes, Work, by_best, load};
 use crate::tensor::FloatElement;
+pub(crate) use numbers::{e2m1, number};
+use numbers::{read_numbers, words_of};
+pub(crate) use products::FEW_ROWS;
+use products::FewRows;
 
 /// Rows of a row of tiles.
 pub(crate) const ROWS: usize = TILE_ROWS as usize;
@@ -28,39 +32,6 @@ pub(crate) struct Packed<'a> {
     minimums: &'a [u8],
     supers: &'a [u8],
     super_minimums: &'a [u8],
-}
-
-/// The value of an fp4.
-pub(crate) fn e2m1(code: u8) -> f32 {
-    const VALUES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-    let value = VALUES[usize::from(code & 7)];
-    if code & 8 == 0 { value } else { -value }
-}
-
-fn e4m3(code: u8) -> f32 {
-    static VALUES: LazyLock<[f32; 256]> =
-        LazyLock::new(|| std::array::from_fn(|code| F8E4M3(code as u8).to_f32()));
-    VALUES[usize::from(code)]
-}
-
-/// The power of two of an exponent, 2⁻¹²⁷ among them; the last one is NaN.
-#[inline(always)]
-fn e8m0(exponent: u8) -> f32 {
-    let is_special = exponent == 0 || exponent == 0xff;
-    f32::from_bits(u32::from(exponent) << 23 | if is_special { 0x0040_0000 } else { 0 })
-}
-
-/// The value of a scale's bits; `factor` is its super or global scale.
-pub(crate) fn number(kind: ScaleType, bytes: &[u8], factor: f32) -> f32 {
-    match kind {
-        ScaleType::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-        ScaleType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
-        ScaleType::Bf16 => f32::from_bits(u32::from(u16::from_le_bytes([bytes[0], bytes[1]])) << 16),
-        ScaleType::E8m0 => e8m0(bytes[0]),
-        ScaleType::E4m3 => e4m3(bytes[0]) * factor,
-        ScaleType::U8Super => f32::from(bytes[0]) * factor,
-        ScaleType::I8Super => f32::from(bytes[0] as i8) * factor,
-    }
 }
 
 impl<'a> Packed<'a> {
@@ -538,39 +509,6 @@ const fn places_of_halves() -> [u8; TILE] {
     places
 }
 
-/// The first sixteen numbers of 16 bits of these bytes.
-#[inline(always)]
-fn words_of(bytes: &[u8]) -> [u16; LANES] {
-    std::array::from_fn(|i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]))
-}
-
-/// Sixteen scales without their factors.
-#[inline(always)]
-fn read_numbers<V: Lanes>(kind: ScaleType, bytes: &[u8], numbers: &mut [f32; LANES]) {
-    let of_bytes = |bytes: &[u8]| -> [u8; LANES] { std::array::from_fn(|i| bytes[i]) };
-    match kind {
-        ScaleType::F32 => {
-            for (number, bytes) in numbers.iter_mut().zip(bytes.as_chunks().0) {
-                *number = f32::from_le_bytes(*bytes);
-            }
-        }
-        ScaleType::F16 => V::load_f16(&words_of(bytes)).store(numbers),
-        ScaleType::Bf16 => V::load_bf16(&words_of(bytes)).store(numbers),
-        ScaleType::E4m3 => V::load_e4m3(&of_bytes(bytes)).store(numbers),
-        ScaleType::U8Super => V::load_bytes(&of_bytes(bytes)).store(numbers),
-        ScaleType::E8m0 => {
-            for (number, byte) in numbers.iter_mut().zip(bytes) {
-                *number = e8m0(*byte);
-            }
-        }
-        ScaleType::I8Super => {
-            for (number, byte) in numbers.iter_mut().zip(bytes) {
-                *number = f32::from(*byte as i8);
-            }
-        }
-    }
-}
-
 struct Order<'s, T> {
     row: &'s [T],
     places: &'static [u8; TILE],
@@ -628,98 +566,6 @@ impl Work for OneRow<'_> {
                 }
             }
         }
-    }
-}
-
-struct FewRows<'s> {
-    packed: &'s Packed<'s>,
-    expert: usize,
-    block: usize,
-    rows: &'s [[f32; LANES]],
-    sums: &'s mut [[f32; ROWS]],
-}
-
-/// Most rows that are multiplied at once.
-pub(crate) const FEW_ROWS: usize = 8;
-
-impl Work for FewRows<'_> {
-    type Out = ();
-
-    #[inline(always)]
-    fn with<V: Lanes>(self) {
-        match (self.sums.len(), self.packed.weight.layout.minimums) {
-            (0 | 1, false) => self.products::<V, 1, 4>(),
-            (0 | 1, true) => self.products::<V, 1, 6>(),
-            (2..=4, false) => self.products::<V, 4, 4>(),
-            (2..=4, true) => self.products::<V, 4, 6>(),
-            (_, false) => self.products::<V, FEW_ROWS, 4>(),
-            (_, true) => self.products::<V, FEW_ROWS, 6>(),
-        }
-    }
-}
-
-impl FewRows<'_> {
-    /// Of up to so many rows, with so many vectors a tile; rows that are missing are the last one again.
-    #[inline(always)]
-    fn products<V: Lanes, const MOST: usize, const VECTORS: usize>(self) {
-        let FewRows { packed, expert, block, rows, sums } = self;
-        let tiles = packed.counts.tiles;
-        let (rows, _) = rows.as_chunks::<VECTORS>();
-        let mut of_row = [rows; MOST];
-        for (i, of_row) in of_row.iter_mut().enumerate() {
-            *of_row = &rows[i.min(sums.len().saturating_sub(1)) * tiles..][..tiles];
-        }
-        let mut products = Products { rows: of_row, lanes: [[V::splat(0.0); MOST]; ROWS] };
-        packed.for_tiles::<V>(expert, block, 0..tiles, &mut products);
-        for (i, sums) in sums.iter_mut().enumerate().take(MOST) {
-            for (sum, lanes) in std::iter::zip(sums, &products.lanes) {
-                *sum = lanes[i].sum();
-            }
-        }
-    }
-}
-
-/// Sums of products with so many rows of a, tile by tile.
-struct Products<'s, V, const MOST: usize, const VECTORS: usize> {
-    rows: [&'s [[[f32; LANES]; VECTORS]]; MOST],
-    lanes: [[V; MOST]; ROWS],
-}
-
-/// Sums of a row of the weight, and what the rows of a have for these tiles.
-struct RowSums<'s, V, const MOST: usize, const VECTORS: usize> {
-    lanes: [V; MOST],
-    rows: [&'s [[[f32; LANES]; VECTORS]]; MOST],
-}
-
-impl<'s, V: Lanes, const MOST: usize, const VECTORS: usize> Decoded<V> for Products<'s, V, MOST, VECTORS> {
-    type State = RowSums<'s, V, MOST, VECTORS>;
-
-    #[inline(always)]
-    fn begin(&self, row: usize, tiles: Range<usize>) -> Self::State {
-        let mut rows = self.rows;
-        for rows in &mut rows {
-            *rows = &rows[tiles.clone()];
-        }
-        RowSums { lanes: self.lanes[row], rows }
-    }
-
-    #[inline(always)]
-    fn add(&mut self, state: &mut Self::State, tile: usize, values: [V; 4], level: LevelLanes<V>) {
-        for (rows, lanes) in std::iter::zip(state.rows, &mut state.lanes) {
-            let x = &rows[tile];
-            let first = V::load(&x[1]).mul_add(values[1], V::load(&x[0]).mul(values[0]));
-            let all = V::load(&x[3]).mul_add(values[3], V::load(&x[2]).mul_add(values[2], first));
-            let mut sum = all.mul_add(level.scales, *lanes);
-            for minus in &x[4..] {
-                sum = V::load(minus).mul_add(level.minimums, sum);
-            }
-            *lanes = sum;
-        }
-    }
-
-    #[inline(always)]
-    fn end(&mut self, row: usize, state: Self::State) {
-        self.lanes[row] = state.lanes;
     }
 }
 
