@@ -38,7 +38,7 @@ pub enum Error {
     },
     /// A table is not what it should be.
     #[error("{}:{line}: {reason}", path.display())]
-    Csv {
+    Table {
         /// The file.
         path: PathBuf,
         /// Where in it.

@@ -12,6 +12,7 @@ mod semver;
 mod setup;
 mod smollm2;
 mod test;
+mod tune;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -42,6 +43,8 @@ cargo xtask <command>
                              --readme: write the README's figures, too; --sweep: of a grid of shapes (`--sweep` of the
                              benchmarks and peers, in ours.jsonl and peers.jsonl), as tables and a heat map;
                              --timeline: of a step's launches, a CSV of Nsight Compute instead of a folder, as SVG
+  tune FILE --record RECORD  fit what the tiles of Hopper's products take to a sweep (`--sweep matmul --json FILE`), whose record is RECORD,
+                             and write host/src/ops/matmul/tuned.rs
   help                       this text
 
 Environment
@@ -78,6 +81,7 @@ fn dispatch(args: &[String]) -> Result<(), Error> {
             Some(options) => report::run(&root()?, &options),
             None => Err(Error::Usage(args.join(" "))),
         },
+        ["tune", results, "--record", record] => tune::run(&root()?, results, record),
         [] | ["help" | "--help" | "-h"] => {
             print!("{HELP}");
             Ok(())

@@ -48,7 +48,7 @@ pub(super) fn run(csv: &Path) -> Result<(), Error> {
 
 /// What the file says of each launch, in their order.
 fn launches(path: &Path, text: &str) -> Result<Vec<Launch>, Error> {
-    let bad = |line: usize, reason: &str| Error::Csv { path: path.into(), line, reason: reason.into() };
+    let bad = |line: usize, reason: &str| Error::Table { path: path.into(), line, reason: reason.into() };
     // The profiled program's own lines come first.
     let mut lines = text.lines().enumerate().map(|(index, line)| (index + 1, fields(line)));
     let names = ["ID", "Kernel Name", "Metric Name", "Metric Value"];

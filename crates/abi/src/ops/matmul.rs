@@ -3,11 +3,13 @@
 use crate::{Arch, DType};
 
 mod packed;
+mod timing;
 
 pub use packed::{
     PACKED_AHEAD_VARIANTS, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile,
     PackedVariant, UNPACK_VARIANTS, UnpackVariant, WGMMA_PACKED_STAGES, WGMMA_PACKED_STAGES_OF_A,
 };
+pub use timing::{TIME_TERMS, TileKind, TimedTile};
 
 /// Sizes and strides of one launch, in elements. The int8 product takes the same.
 #[repr(C)]
