@@ -60,7 +60,7 @@ impl Walk<'_> {
     /// Starts the loads of the first tiles.
     ///
     /// # Safety
-    /// - As [`Walk::load`].
+    /// - The weight *in-bounds* for its dims.
     #[inline(always)]
     pub unsafe fn first_tiles<C: Code<Words = FewWords>, const TILES: usize, const GROUP: u32>(
         &self,
@@ -79,7 +79,8 @@ impl Walk<'_> {
     /// The warp's sums of rows `lane / 4` and `lane / 4 + 8` of the weight, of which the first tiles are `held`.
     ///
     /// # Safety
-    /// - As [`Walk::sums_from`].
+    /// - *converged*: all 32 lanes; the weight *in-bounds* for its dims; the row of a lies at `a`, zeros behind it up
+    ///   to the last tile's end.
     #[inline(always)]
     pub unsafe fn sums<C: Code<Words = FewWords>, T: Pair, const TILES: usize, const GROUP: u32>(
         &self,
