@@ -23,7 +23,7 @@ use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
 use host::ops::moe_router::{
     MoeRouter, MoeRouterArgs, MoeRouterProblem, OwnExperts, SORT_TOKENS, SortedPairs,
 };
-use host::{Constant, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
+use host::{Constant, Device, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
 
 /// Mixture of experts: `Σ_k w_k · mlp_{e_k}(x)`, and a shared expert that every token has.
 #[derive(Debug)]
@@ -132,9 +132,11 @@ struct MoePlans {
     added: Option<MoeCombine>,
 }
 
-/// Most tokens whose pairs read their experts' weights each for itself, of plain weights and of packed ones: if there
-/// are twice as many experts as pairs, so that few have the same.
-const FEW_TOKENS: [usize; 2] = [4, 2];
+/// Most tokens whose pairs read their experts' weights each for itself, if there are twice as many experts as pairs, so
+/// that few have the same.
+const FEW_TOKENS: usize = 4;
+/// The same of packed weights.
+const FEW_TOKENS_PACKED: usize = 2;
 
 /// The mixture of few tokens, whose pairs nobody sorts.
 #[derive(Debug)]
@@ -211,13 +213,15 @@ impl MoePlans {
         };
         let in_place = MoeInPlace::new(phase, config, moe, (logits, choice))?;
         let is_packed = moe.gate_up.layout().or(moe.down.layout()).is_some();
-        let is_few = (2..=FEW_TOKENS[usize::from(is_packed)]).contains(&tokens)
+        let most = if is_packed { FEW_TOKENS_PACKED } else { FEW_TOKENS };
+        let is_few = (2..=most).contains(&tokens)
             && 2 * rows <= experts
             && phase.rank.is_none()
             && phase.adapters.is_none()
             && !phase.is_invariant()
             && device.limits().is_some();
-        let few = if is_few { FewTokens::new(phase, (config, moe), choice, Store::Replace)? } else { None };
+        let few = is_few.then(|| fused(phase, (config, moe), Store::Replace)).flatten();
+        let few = few.map(|experts| FewTokens::new(device, choice, experts)).transpose()?;
         let adds = phase.may_work_in_place() && in_place.is_none();
         let added = MoeCombineProblem { store: Store::Add, ..combine };
         Ok(MoePlans {
@@ -291,16 +295,8 @@ fn fused(phase: &Phase<'_>, (config, moe): (&MoeConfig, &Moe), store: Store) -> 
 
 impl FewTokens {
     /// With the problem of the router, which sorts nothing.
-    fn new(
-        phase: &Phase<'_>,
-        of: (&MoeConfig, &Moe),
-        router: MoeRouterProblem,
-        store: Store,
-    ) -> Result<Option<Self>, Error> {
-        let Some(experts) = fused(phase, of, store) else { return Ok(None) };
-        let device = phase.stream.device();
-        let (router, experts) = (MoeRouter::plan(device, router)?, FusedMoe::plan(device, experts)?);
-        Ok(Some(FewTokens { router, experts }))
+    fn new(device: &Device, router: MoeRouterProblem, experts: FusedMoeProblem) -> Result<Self, Error> {
+        Ok(FewTokens { router: MoeRouter::plan(device, router)?, experts: FusedMoe::plan(device, experts)? })
     }
 }
 
@@ -316,12 +312,8 @@ impl MoeInPlace {
         if !phase.may_work_in_place() {
             return Ok(None);
         }
-        let (Some(few), Some(experts)) = (
-            FewTokens::new(phase, (config, moe), choice, Store::Add)?,
-            fused(phase, (config, moe), Store::Add),
-        ) else {
-            return Ok(None);
-        };
+        let Some(experts) = fused(phase, (config, moe), Store::Add) else { return Ok(None) };
+        let few = FewTokens::new(device, choice, experts)?;
         let norm = Some(phase.row_norm());
         let normed = MatmulProblem { norm, ..logits };
         let normed = Matmul::supports(device, &normed).is_ok().then(|| {

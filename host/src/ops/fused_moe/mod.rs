@@ -183,14 +183,14 @@ impl<'a> FusedMoeArgs<'a> {
 /// **Arithmetic**: products and sums in f32; x̂, a and out are rounded once. Where the sizes of a sum's terms add up to
 /// more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from run to run; a token's result
 /// depends on its own row and experts alone. **Limits**: on a card up to 64 experts of a token, the shared one among
-/// them; rows of x, and of a token's a in f32, of up to 47.5 KiB; fewer than 65536 pairs of a token and an expert;
-/// packed weights of an `inner` that is a multiple of 16: `supports` says so. **Streams**: a plan has a workspace, so a
-/// run in another stream than the last one waits for that. A recorded graph does not know of later runs: do not let it
-/// run at the same time as the plan in another stream, nor outlive the plan. **Aliasing**: out may not overlap the
-/// other tensors; to add to a residual, leave x out. **Errors**: [`Error::Invalid`] for a shape, stride, type or place
-/// that does not fit; never after work was enqueued. **Architectures**: the same kernels on all floors. **Source**:
-/// Shazeer et al., *Outrageously Large Neural Networks* (2017), equation 1; Shazeer, *GLU Variants Improve Transformer*
-/// (2020).
+/// them; rows of x, and of a token's a, of up to 47.5 KiB, where those are counted in f32 if down is plain; fewer than
+/// 65536 pairs of a token and an expert; packed weights of an `inner` that is a multiple of 16: `supports` says so.
+/// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
+/// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
+/// **Aliasing**: out may not overlap the other tensors; to add to a residual, leave x out. **Errors**:
+/// [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors; those by packed weights from sm_80 on. **Source**: Shazeer et
+/// al., *Outrageously Large Neural Networks* (2017), equation 1; Shazeer, *GLU Variants Improve Transformer* (2020).
 #[derive(Debug)]
 pub struct FusedMoe(Plan<Self>);
 
