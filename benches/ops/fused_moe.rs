@@ -5,9 +5,10 @@ use serde_json::json;
 use warpforge::ops::fused_moe::reference::{self, Terms};
 use warpforge::ops::fused_moe::{CASES, FusedMoe, FusedMoeArgs, FusedMoeCase, FusedMoeProblem};
 use warpforge::ops::glu::Activation;
-use warpforge::weight::{GateUp, Layout, Quantised, Scheme, Weight};
-use warpforge::{DType, Error, Stream, Tensor};
+use warpforge::weight::{GateUp, Layout, Scheme, Weight};
+use warpforge::{DType, Stream, Tensor};
 
+use crate::grouped_matmul::numbered;
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
 
 const DTYPE: DType = DType::BF16;
@@ -37,22 +38,6 @@ pub fn bench(bencher: &mut Bencher) {
 const PACKED: [&str; 3] = ["int4", "int8", "fp8"];
 /// Most experts of a packed case, whose weights are made on the host: more than three times as many bytes as L2 holds.
 const PACKED_EXPERTS: usize = 64;
-
-/// Small numbers for a weight's rows, by a number of its own.
-fn source(
-    [n, k]: [usize; 2],
-    scheme: Scheme,
-    salt: usize,
-) -> Result<Quantised<impl Fn(usize, &mut [f32])>, Error> {
-    let rows = move |row: usize, values: &mut [f32]| {
-        let mut state = ((salt * n + row) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        for value in values {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            *value = ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 0.03;
-        }
-    };
-    Quantised::new([n, k], scheme, rows)
-}
 
 struct PackedSet {
     x: Tensor,
@@ -89,10 +74,10 @@ fn time_packed(bencher: &mut Bencher, scheme: Scheme, case: &FusedMoeCase) -> Re
     let [up_size, down_size] = [[2 * inner, hidden], [hidden, inner]];
     let half = [inner, hidden];
     // The last numbers are the shared expert's.
-    let gate_up = Weight::pack_experts(&stream, experts, |expert| source(up_size, scheme, expert))?;
-    let down = Weight::pack_experts(&stream, experts, |expert| source(down_size, scheme, 1000 + expert))?;
-    let [gate, up] = [2000, 2001].map(|salt| source(half, scheme, salt));
-    let (gate, up, last) = (gate?, up?, source(down_size, scheme, 2002)?);
+    let gate_up = Weight::pack_experts(&stream, experts, |expert| numbered(up_size, scheme, expert))?;
+    let down = Weight::pack_experts(&stream, experts, |expert| numbered(down_size, scheme, 1000 + expert))?;
+    let [gate, up] = [2000, 2001].map(|salt| numbered(half, scheme, salt));
+    let (gate, up, last) = (gate?, up?, numbered(down_size, scheme, 2002)?);
     let shared_gate_up = Weight::pack(&stream, &GateUp(&gate, &up))?;
     let shared_down = Weight::pack(&stream, &last)?;
     let mut sets = bencher.sets(|bencher, seed| {
@@ -123,7 +108,7 @@ fn time_packed(bencher: &mut Bencher, scheme: Scheme, case: &FusedMoeCase) -> Re
     };
     let verify = |stream: &Stream, set: &PackedSet| {
         let values = |[n, k]: [usize; 2], salt: usize| {
-            let (source, mut row) = (source([n, k], scheme, salt)?, vec![0.0; k]);
+            let (source, mut row) = (numbered([n, k], scheme, salt)?, vec![0.0; k]);
             let mut values = Vec::new();
             for index in 0..n {
                 source.dequantise(index, &mut row);

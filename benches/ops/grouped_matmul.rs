@@ -8,7 +8,7 @@ use warpforge::ops::grouped_matmul::{
 };
 use warpforge::ops::matmul::{Activations, reference};
 use warpforge::weight::{Quantised, Scheme, Weight};
-use warpforge::{DType, Stream, Tensor};
+use warpforge::{DType, Error, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
 use crate::matmul::as_fp8;
@@ -63,6 +63,22 @@ const PACKED_CASES: [GroupedMatmulCase; 4] = {
 };
 
 /// A product with packed weights: the rows are made, and not stored, before they are quantised.
+/// Small numbers for a weight's rows, by the weight's own number.
+pub fn numbered(
+    [n, k]: [usize; 2],
+    scheme: Scheme,
+    number: usize,
+) -> Result<Quantised<impl Fn(usize, &mut [f32])>, Error> {
+    let rows = move |row: usize, values: &mut [f32]| {
+        let mut state = ((number * n + row) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        for value in values {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            *value = ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 0.03;
+        }
+    };
+    Quantised::new([n, k], scheme, rows)
+}
+
 fn time_packed(
     bencher: &mut Bencher,
     (scheme, activations): (Scheme, Activations),
@@ -85,16 +101,7 @@ fn time_packed(
     if !bencher.starts(work)? {
         return Ok(());
     }
-    let source = |expert: usize| {
-        let rows = move |row: usize, values: &mut [f32]| {
-            let mut state = ((expert * n + row) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            for value in values {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                *value = ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 0.03;
-            }
-        };
-        Quantised::new([n, k], scheme, rows)
-    };
+    let source = |expert: usize| numbered([n, k], scheme, expert);
     // One set of weights, larger than the L2 cache; a set of buffers uses others of them, if it does not use all.
     let weight = Weight::pack_experts(&bencher.stream, experts, source)?;
     let (order, x_rows) = (backwards(bencher, rows)?, rows / fan_out.max(1));

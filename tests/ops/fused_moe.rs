@@ -133,6 +133,20 @@ impl Inputs {
         }
     }
 
+    /// Those of one token alone.
+    fn of_token(self, token: usize, problem: &FusedMoeProblem) -> Inputs {
+        let FusedMoeProblem { top_k, hidden, .. } = *problem;
+        let of = |values: &[f64], cols: usize| values[token * cols..][..cols].to_vec();
+        Inputs {
+            x: of(&self.x, hidden),
+            ids: self.ids[token * top_k..][..top_k].to_vec(),
+            weights: of(&self.weights, top_k),
+            gate: of(&self.gate, 1),
+            out: of(&self.out, hidden),
+            ..self
+        }
+    }
+
     /// All sizes, but for those that choose.
     fn absolute(&self) -> Inputs {
         let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
@@ -148,6 +162,10 @@ impl Inputs {
             out: absolute(&self.out),
         }
     }
+}
+
+fn bits(values: &[f64]) -> Vec<u64> {
+    values.iter().map(|value| value.to_bits()).collect()
 }
 
 fn run(device: &Device, case: &Case, tile: Option<FusedMoeTile>) -> Result<(), TestCaseError> {
@@ -311,23 +329,19 @@ proptest! {
     /// A token has the same bits alone as among others.
     #[test]
     fn tokens_are_apart((case, on) in on_executors(case, |case| 2 * case.work())) {
-        let FusedMoeProblem { tokens, top_k, hidden, .. } = case.problem;
+        let FusedMoeProblem { tokens, hidden, .. } = case.problem;
         for device in &on.devices() {
             let inputs = Inputs::of(&case);
             let all = sum(device, &case, None, &inputs)?;
             let Some(last) = tokens.checked_sub(1) else { continue };
-            let of = |values: &[f64], cols: usize| values[last * cols..][..cols].to_vec();
-            let alone = Inputs {
-                x: of(&inputs.x, hidden),
-                ids: inputs.ids[last * top_k..].to_vec(),
-                weights: of(&inputs.weights, top_k),
-                gate: of(&inputs.gate, 1),
-                out: of(&inputs.out, hidden),
-                ..inputs
-            };
+            let alone = inputs.of_token(last, &case.problem);
             let one = Case { problem: FusedMoeProblem { tokens: 1, ..case.problem }, ..case.clone() };
-            let bits = |values: &[f64]| values.iter().map(|value| value.to_bits()).collect::<Vec<u64>>();
-            prop_assert_eq!(bits(&sum(device, &one, None, &alone)?), bits(&of(&all, hidden)), "{:?}", device);
+            prop_assert_eq!(
+                bits(&sum(device, &one, None, &alone)?),
+                bits(&all[last * hidden..]),
+                "{:?}",
+                device
+            );
         }
     }
 }

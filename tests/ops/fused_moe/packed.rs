@@ -132,15 +132,28 @@ impl PackedCase {
     }
 
     fn run(&self, device: &Device) -> Result<(), TestCaseError> {
-        let FusedMoeProblem { experts, hidden, inner, dtype, .. } = self.case.problem;
         let sources = self.sources();
         let [inputs, absolute] = self.inputs(&sources);
+        let case = Case { problem: self.problem(), ..self.case.clone() };
+        let got = self.product(device, &case, &sources, &inputs)?;
+        expect(&format!("{device:?}"), &case, &inputs, &absolute, &got)
+    }
+
+    /// What a plan makes of the case's inputs and the sources' weights.
+    fn product(
+        &self,
+        device: &Device,
+        case: &Case,
+        sources: &Sources,
+        inputs: &Inputs,
+    ) -> Result<Vec<f64>, TestCaseError> {
+        let FusedMoeProblem { experts, hidden, inner, dtype, .. } = self.case.problem;
         let stream = device.stream().map_err(fail)?;
         let plain = |shape: &[usize], values: &[f64]| {
             let bytes = testkit::round::encode(dtype, values);
             Tensor::from_bytes(&stream, shape, dtype, &bytes).map_err(fail)
         };
-        let Sources { gate_up, down, shared: [gate, up, shared_down] } = &sources;
+        let Sources { gate_up, down, shared: [gate, up, shared_down] } = sources;
         let is_packed = self.layouts.map(|layout| layout.is_some());
         let matrices = [
             plain(&[experts, 2 * inner, hidden], if is_packed[0] { &[] } else { &inputs.gate_up }),
@@ -167,9 +180,7 @@ impl PackedCase {
             }
         };
         let operands = ([operand(0)?, operand(1)?], [operand(2)?, operand(3)?]);
-        let case = Case { problem: self.problem(), ..self.case.clone() };
-        let got = apply(device, &case, None, &inputs, operands)?;
-        expect(&format!("{device:?}"), &case, &inputs, &absolute, &got)
+        apply(device, case, None, inputs, operands)
     }
 
     /// The kernels that a card takes: of each stage that of the longest groups.
@@ -243,6 +254,25 @@ proptest! {
             if FusedMoe::supports(device, &case.problem()).is_ok() {
                 case.run(device)?;
             }
+        }
+    }
+
+    /// A token has the same bits alone as among others.
+    #[test]
+    fn packed_tokens_are_apart((packed, on) in on_executors(packed, |case| 2 * case.work())) {
+        let (problem, sources) = (packed.problem(), packed.sources());
+        let case = Case { problem, ..packed.case.clone() };
+        for device in &on.devices() {
+            let Some(last) = problem.tokens.checked_sub(1) else { continue };
+            if FusedMoe::supports(device, &problem).is_err() {
+                continue;
+            }
+            let [inputs, _] = packed.inputs(&sources);
+            let all = packed.product(device, &case, &sources, &inputs)?;
+            let alone = inputs.of_token(last, &problem);
+            let one = Case { problem: FusedMoeProblem { tokens: 1, ..problem }, ..case.clone() };
+            let alone = packed.product(device, &one, &sources, &alone)?;
+            prop_assert_eq!(bits(&alone), bits(&all[last * problem.hidden..]), "{:?}", device);
         }
     }
 }
