@@ -27,27 +27,37 @@ mod images {
     use abi::{Arch, families};
     use cuda_builder::{BuildError, CudaBuilder, DeviceToolchain, split_kernels};
 
-    /// A floor's list of images, and that of all: Rust, which names the files beside it by the compiler's variable
-    /// [`variable`].
+    /// A share's list of images, and that of all: Rust, which names the files beside it by the compiler's variable
+    /// [`Share::variable`].
     const LIST: &str = "images.rs";
+
+    /// The images that a crate carries: a floor's, or some of its families where one crate would be more than a
+    /// registry takes.
+    struct Share {
+        arch: Arch,
+        /// In the names of its folder and of its variable.
+        name: &'static str,
+        holds: fn(&str) -> bool,
+        /// Where its crate has them compiled.
+        packaged: &'static str,
+    }
 
     pub fn list() -> Result<(), BuildError> {
         let out_dir = PathBuf::from(var_os("OUT_DIR").unwrap_or_default());
         println!("cargo:rerun-if-changed=build.rs");
-        let mut folders: Vec<(Arch, PathBuf)> =
-            wanted().map(|(arch, folder)| (arch, folder.into())).collect();
         let source = source();
         if let Some(source) = &source {
-            for (arch, folder) in &mut folders {
-                *folder = out_dir.join(arch.name());
-            }
-            build(source, &folders)?;
+            build(source, &out_dir)?;
         }
         let mut images = String::from("&[\n");
-        for (arch, folder) in &folders {
-            println!("cargo:rustc-env={}={}", variable(*arch), folder.display());
+        for share in shares() {
+            let folder = match &source {
+                Some(_) => out_dir.join(share.name),
+                None => PathBuf::from(share.packaged),
+            };
+            println!("cargo:rustc-env={}={}", share.variable(), folder.display());
             let list = read(folder.join(LIST))?;
-            images += &match assembled(*arch).filter(|_| source.is_none()) {
+            images += &match assembled(share.arch).filter(|_| source.is_none()) {
                 Some(folder) => with_cubins(&list, Path::new(folder)),
                 None => list,
             };
@@ -68,7 +78,8 @@ mod images {
         packaged.map(PathBuf::from)
     }
 
-    fn build(source: &Path, folders: &[(Arch, PathBuf)]) -> Result<(), BuildError> {
+    /// Builds the images of every share into a folder of its name.
+    fn build(source: &Path, out_dir: &Path) -> Result<(), BuildError> {
         for path in [
             "gpu/src",
             "gpu/Cargo.toml",
@@ -85,10 +96,14 @@ mod images {
         }
         println!("cargo:rerun-if-env-changed={}", DeviceToolchain::VARIABLE);
         // One architecture per thread: each has a target directory of its own.
+        let shares = shares();
         std::thread::scope(|scope| {
-            let threads: Vec<_> = folders
-                .iter()
-                .map(|(arch, folder)| scope.spawn(move || build_arch(source, *arch, folder)))
+            let threads: Vec<_> = shares
+                .chunk_by(|a, b| a.arch == b.arch)
+                .map(|shares| {
+                    let build = |share: &Share| share.build(source, &out_dir.join(share.name));
+                    scope.spawn(move || shares.iter().try_for_each(build))
+                })
                 .collect();
             threads
                 .into_iter()
@@ -96,47 +111,50 @@ mod images {
         })
     }
 
-    /// Builds the images of an architecture into a folder, with their list.
-    fn build_arch(source: &Path, arch: Arch, folder: &Path) -> Result<(), BuildError> {
-        let io = |path: &Path| {
-            let path = path.to_path_buf();
-            move |source| BuildError::Io { path, source }
-        };
-        // A kernel that is no more leaves no file.
-        if folder.exists() {
-            std::fs::remove_dir_all(folder).map_err(io(folder))?;
-        }
-        std::fs::create_dir_all(folder).map_err(io(folder))?;
-        let file = |name: &str| format!("concat!(env!({:?}), {:?})", variable(arch), format!("/{name}"));
-        let mut list = String::new();
-        for family in families() {
-            let ptx = CudaBuilder::new(source).arch(arch.into()).features([family]).locked().build()?;
-            let text = read(ptx)?;
-            let (head, kernels) = split_kernels(&text);
-            let _ = writeln!(
-                list,
-                "Image {{ family: {family:?}, arch: host::Arch::{arch:?}, ptx: host::Ptx::Kernels {{"
-            );
-            let _ = writeln!(list, "    origin: include_str!({}), head: {head:?},", file("ORIGIN"));
-            list.push_str("    kernels: &[\n");
-            for (name, text) in kernels {
-                let deflated = format!("{name}.ptx.deflate");
-                let kernel = format!(
-                    "host::EmbeddedKernel {{ name: {name:?}, ptx: include_bytes!({})",
-                    file(&deflated)
-                );
-                let _ = writeln!(list, "        {kernel}, cubin: None }},");
-                write(folder.join(deflated), &miniz_oxide::deflate::compress_to_vec(text.as_bytes(), 9))?;
+    impl Share {
+        /// Builds its images into a folder, with their list.
+        fn build(&self, source: &Path, folder: &Path) -> Result<(), BuildError> {
+            let io = |path: &Path| {
+                let path = path.to_path_buf();
+                move |source| BuildError::Io { path, source }
+            };
+            // A kernel that is no more leaves no file.
+            if folder.exists() {
+                std::fs::remove_dir_all(folder).map_err(io(folder))?;
             }
-            list.push_str("    ],\n} },\n");
+            std::fs::create_dir_all(folder).map_err(io(folder))?;
+            let arch = self.arch;
+            let file = |name: &str| format!("concat!(env!({:?}), {:?})", self.variable(), format!("/{name}"));
+            let mut list = String::new();
+            for family in families().filter(|family| (self.holds)(family)) {
+                let ptx = CudaBuilder::new(source).arch(arch.into()).features([family]).locked().build()?;
+                let text = read(ptx)?;
+                let (head, kernels) = split_kernels(&text);
+                let _ = writeln!(
+                    list,
+                    "Image {{ family: {family:?}, arch: host::Arch::{arch:?}, ptx: host::Ptx::Kernels {{"
+                );
+                let _ = writeln!(list, "    origin: include_str!({}), head: {head:?},", file("ORIGIN"));
+                list.push_str("    kernels: &[\n");
+                for (name, text) in kernels {
+                    let deflated = format!("{name}.ptx.deflate");
+                    let kernel = format!(
+                        "host::EmbeddedKernel {{ name: {name:?}, ptx: include_bytes!({})",
+                        file(&deflated)
+                    );
+                    let _ = writeln!(list, "        {kernel}, cubin: None }},");
+                    write(folder.join(deflated), &miniz_oxide::deflate::compress_to_vec(text.as_bytes(), 9))?;
+                }
+                list.push_str("    ],\n} },\n");
+            }
+            let origin = format!("rustc {}\n", DeviceToolchain::find()?.version);
+            write(folder.join("ORIGIN"), origin.as_bytes())?;
+            write(folder.join(LIST), list.as_bytes())
         }
-        let origin = format!("rustc {}\n", DeviceToolchain::find()?.version);
-        write(folder.join("ORIGIN"), origin.as_bytes())?;
-        write(folder.join(LIST), list.as_bytes())
-    }
 
-    fn variable(arch: Arch) -> String {
-        format!("WARPFORGE_IMAGES_{}", arch.name().to_uppercase())
+        fn variable(&self) -> String {
+            format!("WARPFORGE_IMAGES_{}", self.name.to_uppercase())
+        }
     }
 
     fn read(path: PathBuf) -> Result<String, BuildError> {
@@ -175,18 +193,36 @@ mod images {
         }
     }
 
-    /// The floors of the features, and where their crates have them compiled.
-    fn wanted() -> impl Iterator<Item = (Arch, &'static str)> {
-        let floors: &[(Arch, &str)] = &[
+    /// Those of the floors of the features, a floor's beside each other, families in their order.
+    fn shares() -> Vec<Share> {
+        #[cfg(any(feature = "sm61", feature = "sm80", feature = "sm100"))]
+        let floor = |arch: Arch, packaged| Share { arch, name: arch.name(), holds: |_| true, packaged };
+        vec![
             #[cfg(feature = "sm61")]
-            (Arch::Sm61, images_sm61::FOLDER),
+            floor(Arch::Sm61, images_sm61::FOLDER),
             #[cfg(feature = "sm80")]
-            (Arch::Sm80, images_sm80::FOLDER),
+            floor(Arch::Sm80, images_sm80::FOLDER),
             #[cfg(feature = "sm90a")]
-            (Arch::Sm90a, images_sm90a::FOLDER),
+            Share {
+                arch: Arch::Sm90a,
+                name: "sm_90a_attention",
+                holds: is_attention,
+                packaged: images_sm90a_attention::FOLDER,
+            },
+            #[cfg(feature = "sm90a")]
+            Share {
+                arch: Arch::Sm90a,
+                name: "sm_90a",
+                holds: |family| !is_attention(family),
+                packaged: images_sm90a::FOLDER,
+            },
             #[cfg(feature = "sm100")]
-            (Arch::Sm100, images_sm100::FOLDER),
-        ];
-        floors.iter().copied()
+            floor(Arch::Sm100, images_sm100::FOLDER),
+        ]
+    }
+
+    #[cfg(feature = "sm90a")]
+    fn is_attention(family: &str) -> bool {
+        family.starts_with("attention")
     }
 }

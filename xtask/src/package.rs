@@ -16,6 +16,19 @@ use crate::test::OPTIONAL;
 const FOLDER: &str = "target/xtask/packages";
 /// The largest file that crates.io takes.
 const LIMIT_BYTES: u64 = 10 << 20;
+/// The shares of the images that the root's build script makes, each of a crate: the folder there and the crate's in
+/// `crates/images`.
+const SHARES: [(&str, &str); 5] = [
+    ("sm_61", "sm61"),
+    ("sm_80", "sm80"),
+    ("sm_90a", "sm90a"),
+    ("sm_90a_attention", "sm90a_attention"),
+    ("sm_100", "sm100"),
+];
+/// The floors whose kernels are assembled, those of most cards: the crate in `crates/cubins`, the architecture, and the
+/// shares.
+const ASSEMBLED: [(&str, &str, &[&str]); 2] =
+    [("sm80", "sm_80", &["sm80"]), ("sm90a", "sm_90a", &["sm90a", "sm90a_attention"])];
 /// Builds a crate from the packages alone, without a network, and runs it.
 const CONSUMER: &str = include_str!("consumer.sh");
 
@@ -36,7 +49,7 @@ pub fn run(root: &Path, images: Images) -> Result<PathBuf, Error> {
         let test = ["test", "--package", "warpforge", "--test", "images", "--", "--ignored", "built_again"];
         run_command(&mut cargo(root, &test))?;
     }
-    let floors = stage_images(root, images)?;
+    let shares = stage_images(root, images)?;
     stage_cubins(root, images)?;
     let target = metadata["target_directory"].as_str().unwrap_or_default();
     let packed = Path::new(target).join("package");
@@ -70,7 +83,7 @@ pub fn run(root: &Path, images: Images) -> Result<PathBuf, Error> {
     if images == Images::All {
         println!(
             "images of {}; to publish: cargo publish --package NAME for each line of ORDER",
-            floors.join(", ")
+            shares.join(", ")
         );
     }
     Ok(folder)
@@ -110,8 +123,8 @@ fn in_order(metadata: &Value) -> Vec<(String, String)> {
     done
 }
 
-/// Puts the images that the root's build script lists into the crates that carry them. Returns their floors.
-fn stage_images(root: &Path, images: Images) -> Result<Vec<String>, Error> {
+/// Puts the images that the root's build script lists into the crates that carry them. Returns their names.
+fn stage_images(root: &Path, images: Images) -> Result<Vec<&'static str>, Error> {
     let mut build = match images {
         Images::All => cargo(root, &["check", "--package", "warpforge", "--features", "sm100"]),
         Images::OfTests => cargo(root, &[&["test", "--workspace", "--no-run"], &OPTIONAL[..]].concat()),
@@ -128,15 +141,14 @@ fn stage_images(root: &Path, images: Images) -> Result<Vec<String>, Error> {
         .unwrap_or_else(|_| String::from("unknown"));
     let changed = probe(Command::new("git").args(["status", "--porcelain"]).current_dir(root));
     let changed = if changed.is_ok_and(|changes| changes.is_empty()) { "" } else { ", with changes" };
-    let mut floors = Vec::new();
-    for floor in ["sm_61", "sm_80", "sm_90a", "sm_100"] {
-        let (from, to) =
-            (out_dir.join(floor), root.join(format!("crates/images/{}/images", floor.replace('_', ""))));
+    let mut staged = Vec::new();
+    for (share, folder) in SHARES {
+        let (from, to) = (out_dir.join(share), images_of(root, folder));
         if to.exists() {
             at(&to, fs::remove_dir_all)?;
         }
         if !from.is_dir() {
-            println!("no images of {floor}: its crate has none");
+            println!("no images of {share}: its crate has none");
             continue;
         }
         at(&to, fs::create_dir_all)?;
@@ -147,43 +159,53 @@ fn stage_images(root: &Path, images: Images) -> Result<Vec<String>, Error> {
         let compiler = at(&origin, fs::read_to_string)?;
         let text = format!("warpforge {}, commit {commit}{changed}, {compiler}", env!("CARGO_PKG_VERSION"));
         at(&origin, |path| fs::write(path, text))?;
-        floors.push(floor.to_owned());
+        staged.push(share);
     }
-    Ok(floors)
+    Ok(staged)
 }
 
-/// Assembles the kernels of the floors whose cards are the most, for the crates that carry that; for a check none.
+/// Where the crate of a share has its images.
+fn images_of(root: &Path, folder: &str) -> PathBuf {
+    root.join("crates/images").join(folder).join("images")
+}
+
+/// Assembles the kernels of [`ASSEMBLED`]; for a check none.
 fn stage_cubins(root: &Path, images: Images) -> Result<(), Error> {
-    for (floor, arch) in [("sm80", "sm_80"), ("sm90a", "sm_90a")] {
-        let from = root.join(format!("crates/images/{floor}/images"));
-        let to = root.join(format!("crates/cubins/{floor}/cubins"));
+    for (floor, arch, shares) in ASSEMBLED {
+        let to = root.join("crates/cubins").join(floor).join("cubins");
         if to.exists() {
             at(&to, fs::remove_dir_all)?;
         }
-        if images == Images::OfTests || !from.is_dir() {
+        if images == Images::OfTests {
             continue;
         }
-        at(&to, fs::create_dir_all)?;
-        let ptxas = crate::setup::ptxas(root)?;
-        let list = at(&from.join("images.rs"), fs::read_to_string)?;
-        let kernels = kernels(&list);
-        println!("{arch}: assembling {} kernels", kernels.len());
-        let next = AtomicUsize::new(0);
-        let work = || -> Result<(), Error> {
-            while let Some((head, name)) = kernels.get(next.fetch_add(1, Ordering::Relaxed)) {
-                assemble(&ptxas, arch, head, name, &from, &to)?;
-            }
-            Ok(())
-        };
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-            threads
-                .into_iter()
-                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        })?;
+        for from in shares.iter().map(|folder| images_of(root, folder)).filter(|from| from.is_dir()) {
+            at(&to, fs::create_dir_all)?;
+            assemble_all(&crate::setup::ptxas(root)?, arch, &from, &to)?;
+        }
     }
     Ok(())
+}
+
+/// Assembles the kernels of a folder of images.
+fn assemble_all(ptxas: &Path, arch: &str, from: &Path, to: &Path) -> Result<(), Error> {
+    let list = at(&from.join("images.rs"), fs::read_to_string)?;
+    let kernels = kernels(&list);
+    println!("{arch}: assembling {} kernels", kernels.len());
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<(), Error> {
+        while let Some((head, name)) = kernels.get(next.fetch_add(1, Ordering::Relaxed)) {
+            assemble(ptxas, arch, head, name, from, to)?;
+        }
+        Ok(())
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
 }
 
 /// The kernels of a list of images, each with the head of its text.
