@@ -7,6 +7,8 @@ const MIN_PARALLEL_ELEMENTS: usize = 1 << 14;
 
 /// Calls `body(row)` for every row below `rows`, in parallel if `elements` altogether are enough to pay for it.
 pub(crate) fn for_rows(rows: usize, elements: usize, body: impl Fn(usize) + Sync + Send) {
+    // One loop over threads for all bodies: it takes longer to compile than most of them.
+    let body: &(dyn Fn(usize) + Sync) = &body;
     if elements < MIN_PARALLEL_ELEMENTS || rows < 2 {
         (0..rows).for_each(body);
     } else {

@@ -423,7 +423,7 @@ fn dots<'a, T: FloatElement>(
             let first = block * DOT_COLS;
             let cols = DOT_COLS.min(n - first);
             let mut sums = [0.0; DOT_MAX_ROWS * DOT_COLS];
-            let column = |col: usize| b(first + col);
+            let column = &|col: usize| b(first + col);
             by_best(FewRows { rows, count: m, column, cols, sums: &mut sums, stride: DOT_COLS });
             for row in 0..m {
                 store(row, first, &sums[row * DOT_COLS..][..cols]);

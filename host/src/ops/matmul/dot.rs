@@ -8,13 +8,13 @@ use crate::simd::{LANES, Lanes, Work, load, load_rest};
 use crate::tensor::FloatElement;
 
 /// Some columns of all rows.
-pub(crate) struct FewRows<'s, F> {
+pub(crate) struct FewRows<'s, 'b, T> {
     /// Rows of a in f32, each with zeros to a multiple of sixteen.
     pub(crate) rows: &'s [[f32; LANES]],
     /// How many.
     pub(crate) count: usize,
     /// The elements of a column of the result: a row of the weights.
-    pub(crate) column: F,
+    pub(crate) column: &'s dyn Fn(usize) -> &'b [T],
     /// How many columns.
     pub(crate) cols: usize,
     /// The sums, `[count][stride]`.
@@ -22,7 +22,7 @@ pub(crate) struct FewRows<'s, F> {
     pub(crate) stride: usize,
 }
 
-impl<'b, T: FloatElement, F: Fn(usize) -> &'b [T]> Work for FewRows<'_, F> {
+impl<T: FloatElement> Work for FewRows<'_, '_, T> {
     type Out = ();
 
     #[inline(always)]
@@ -32,22 +32,19 @@ impl<'b, T: FloatElement, F: Fn(usize) -> &'b [T]> Work for FewRows<'_, F> {
             let mut row = 0;
             while row < self.count {
                 row += match (V::SUMS >= 16, self.count - row) {
-                    (_, 1) => self.rows_of::<V, T, 1>(row, col),
-                    (true, 4..) => self.rows_of::<V, T, 4>(row, col),
-                    (_, _) => self.rows_of::<V, T, 2>(row, col),
+                    (_, 1) => self.rows_of::<V, 1>(row, col),
+                    (true, 4..) => self.rows_of::<V, 4>(row, col),
+                    (_, _) => self.rows_of::<V, 2>(row, col),
                 };
             }
         }
     }
 }
 
-impl<'b, F> FewRows<'_, F> {
+impl<T: FloatElement> FewRows<'_, '_, T> {
     /// The sums of so many rows from this one on, of a column; how many rows.
     #[inline(always)]
-    fn rows_of<V: Lanes, T: FloatElement, const ROWS: usize>(&mut self, row: usize, col: usize) -> usize
-    where
-        F: Fn(usize) -> &'b [T],
-    {
+    fn rows_of<V: Lanes, const ROWS: usize>(&mut self, row: usize, col: usize) -> usize {
         let length = self.rows.len() / self.count;
         let (column, rest) = (self.column)(col).as_chunks::<LANES>();
         let rows: [&[[f32; LANES]]; ROWS] =
@@ -103,7 +100,7 @@ mod tests {
             padded[i * chunks..][..chunks].as_flattened_mut()[..row.len()].copy_from_slice(row);
         }
         let mut sums = vec![f32::NAN; rows.len() * weights.len()];
-        let column = |col: usize| &weights[col][..];
+        let column = &|col: usize| &weights[col][..];
         let (cols, stride) = (weights.len(), weights.len());
         by(level, FewRows { rows: &padded, count: rows.len(), column, cols, sums: &mut sums, stride });
         sums

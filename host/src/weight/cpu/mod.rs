@@ -95,7 +95,12 @@ impl<'a> Packed<'a> {
         (values, stride): (&mut [f32], usize),
     ) {
         let tiles = columns.start / TILE..columns.end.div_ceil(TILE);
-        self.for_tiles::<V>(expert, block, tiles.clone(), &mut Values { first: tiles.start, values, stride });
+        self.for_tiles::<V, _>(
+            expert,
+            block,
+            tiles.clone(),
+            &mut Values { first: tiles.start, values, stride },
+        );
     }
 
     /// Columns of a row from `first` on, a multiple of a tile's, as many as there is room for.
@@ -105,16 +110,23 @@ impl<'a> Packed<'a> {
 
     /// Gives each row of these tiles to `user`.
     #[inline(always)]
-    fn for_tiles<V: Lanes>(
+    fn for_tiles<V: Lanes, U: Decoded<V>>(
         &self,
         expert: usize,
         block: usize,
         tiles: Range<usize>,
-        user: &mut impl Decoded<V>,
+        user: &mut U,
     ) {
         let layout = self.weight.layout;
         // What the inner loop does not have to ask.
         let is_plain = self.counts.per_stretch == 1 && !layout.minimums;
+        // Of integers alone, by what layouts there are.
+        if U::MINIMUMS_ONLY {
+            return match layout.codes {
+                Codes::Int4 => self.for_tiles_of::<V, INT4, 8, false>(expert, block, tiles, user),
+                _ => self.for_tiles_of::<V, INT8, 16, false>(expert, block, tiles, user),
+            };
+        }
         match (layout.codes, is_plain) {
             (Codes::Int4, true) => self.for_tiles_of::<V, INT4, 8, true>(expert, block, tiles, user),
             (Codes::Int4, false) => self.for_tiles_of::<V, INT4, 8, false>(expert, block, tiles, user),
@@ -429,6 +441,9 @@ trait Decoded<V> {
     /// What is kept of a row from one tile to the next.
     type State;
 
+    /// Whether it is of weights with minimums alone.
+    const MINIMUMS_ONLY: bool;
+
     /// Of a row of these tiles.
     fn begin(&self, row: usize, tiles: Range<usize>) -> Self::State;
     /// Takes the codes of the row of one of the tiles, counted from their first, less their zero points, in the order
@@ -447,6 +462,8 @@ struct Values<'s> {
 impl<V: Lanes> Decoded<V> for Values<'_> {
     /// Where the row begins.
     type State = usize;
+
+    const MINIMUMS_ONLY: bool = false;
 
     #[inline(always)]
     fn begin(&self, row: usize, tiles: Range<usize>) -> usize {

@@ -45,7 +45,7 @@ impl FewRows<'_> {
             *of_row = &rows[i.min(sums.len().saturating_sub(1)) * tiles..][..tiles];
         }
         let mut products = Products { rows: of_row, lanes: [[V::splat(0.0); MOST]; ROWS] };
-        packed.for_tiles::<V>(expert, block, 0..tiles, &mut products);
+        packed.for_tiles::<V, _>(expert, block, 0..tiles, &mut products);
         for (i, sums) in sums.iter_mut().enumerate().take(MOST) {
             for (sum, lanes) in std::iter::zip(sums, &products.lanes) {
                 *sum = lanes[i].sum();
@@ -67,6 +67,7 @@ struct RowSums<'s, V, const MOST: usize, const VECTORS: usize> {
 }
 
 impl<'s, V: Lanes, const MOST: usize, const VECTORS: usize> Decoded<V> for Products<'s, V, MOST, VECTORS> {
+    const MINIMUMS_ONLY: bool = VECTORS > 4;
     type State = RowSums<'s, V, MOST, VECTORS>;
 
     #[inline(always)]
