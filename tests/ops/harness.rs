@@ -89,6 +89,11 @@ pub fn is_simulated(device: &Device) -> bool {
     matches!(device.place(), Place::Simulated(_))
 }
 
+/// Whether a kernel has to run for a case: simulated cards do the same, of which one is enough; real ones all do.
+pub fn is_new<K: Ord>(device: &Device, done: &mut BTreeSet<K>, kernel_and_case: K) -> bool {
+    !is_simulated(device) || done.insert(kernel_and_case)
+}
+
 fn floor(device: &Device) -> Option<Arch> {
     device.limits().map(|limits| limits.floor)
 }

@@ -24,8 +24,8 @@ use warpforge::weight::Weight;
 use warpforge::{Arch, Constant, DType, Device, Error, Tensor, TensorView};
 
 use crate::harness::{
-    EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel_of, expect_loaded, fail, is_simulated,
-    on_executors, one_sm, runs,
+    EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel_of, expect_loaded, fail, is_new,
+    is_simulated, on_executors, one_sm, runs,
 };
 use case::*;
 
@@ -250,6 +250,7 @@ pub fn nothing() -> Result<(), TestCaseError> {
     for (dtype, out_dtype, precision) in types {
         // Sizes of 1 for one type: of the others the properties draw them.
         let own = sizes.clone().filter(|sizes| dtype == DType::BF16 || sizes.contains(&0) && sizes[0] < 40);
+        let mut done = BTreeSet::new();
         for (device, [m, n, k]) in
             devices().iter().flat_map(|device| own.clone().map(move |sizes| (device, sizes)))
         {
@@ -263,6 +264,10 @@ pub fn nothing() -> Result<(), TestCaseError> {
                 let problem = MatmulProblem { out_dtype, precision, bias, ..plain([m, n, k], dtype) };
                 let variants = variants(&problem).filter(|variant| runs(device, variant.floor));
                 for variant in std::iter::once(None).chain(variants.map(Some)) {
+                    let case = variant.map(|variant| (variant.entry, [m, n, k], bias == Bias::None));
+                    if case.is_some_and(|case| !is_new(device, &mut done, case)) {
+                        continue;
+                    }
                     let plan = plan(device, problem, variant)?;
                     let mut out = Rows::output(&stream, out_dtype, m, n, Layout::default()).map_err(fail)?;
                     let args = MatmulArgs {

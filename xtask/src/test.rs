@@ -77,6 +77,8 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         let mut tests =
             cargo(root, &["test", "--package", "warpforge-host", "--package", "warpforge-loader"]);
         tests.args(["--features", "warpforge-host/cuda,warpforge-host/async"]);
+        // They compute nothing: to optimise what they are built of takes longer than they do.
+        tests.env("CARGO_PROFILE_DEV_OPT_LEVEL", "0");
         for name in ["driver_faults", "fake_driver", "no_driver"] {
             tests.args(["--test", name]);
         }
