@@ -62,7 +62,6 @@ const PACKED_CASES: [GroupedMatmulCase; 4] = {
     ]
 };
 
-/// A product with packed weights: the rows are made, and not stored, before they are quantised.
 /// Small numbers for a weight's rows, by the weight's own number.
 pub fn numbered(
     [n, k]: [usize; 2],
@@ -79,6 +78,7 @@ pub fn numbered(
     Quantised::new([n, k], scheme, rows)
 }
 
+/// A product with packed weights: the rows are made, and not stored, before they are quantised.
 fn time_packed(
     bencher: &mut Bencher,
     (scheme, activations): (Scheme, Activations),
