@@ -10,6 +10,7 @@ use crate::harness::{
     EVERY, Layout, Rows, Wanted, devices, every_kernel, fail, floats, layouts, on_executors, one_apart,
     swapped, through_every_kernel, values,
 };
+use crate::places;
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -51,17 +52,6 @@ impl Case {
     }
 }
 
-/// Distinct slots in a random order, some of them beyond the cache.
-fn slots(case: &Case) -> Vec<u32> {
-    let mut slots: Vec<u32> = (0..(case.num_slots.max(case.tokens) + 3) as u32).collect();
-    let mut rng = Rng::new(case.seed);
-    for i in (1..slots.len()).rev() {
-        slots.swap(i, rng.below(i + 1));
-    }
-    slots.truncate(case.tokens);
-    slots
-}
-
 fn run(device: &Device, case: &Case, variant: Option<&'static KvAppendVariant>) -> Result<(), TestCaseError> {
     let Case { dtype, tokens, heads, head_dim, num_slots, has_values, k, v, to, seed } = *case;
     let width = heads * head_dim;
@@ -72,7 +62,7 @@ fn run(device: &Device, case: &Case, variant: Option<&'static KvAppendVariant>) 
         Some(variant) => KvAppend::plan_with(device, problem, variant),
     };
     let plan = plan.map_err(fail)?;
-    let slots = slots(case);
+    let slots = places::slots(&mut Rng::new(case.seed), case.tokens, case.num_slots);
     let slots_tensor = Tensor::from_slice(&stream, &[tokens], &slots).map_err(fail)?;
     let rows = |seed, count: usize, layout| {
         let data = values(Values::Normal, dtype, count * width, seed);

@@ -10,6 +10,7 @@ mod invariance;
 mod latent;
 mod nothing;
 mod packed;
+mod places;
 
 mod moe;
 

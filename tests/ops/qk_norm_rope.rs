@@ -1,318 +1,26 @@
 //! Norm, rotation and append of q, k and v against their reference, and against the three operators.
 
-use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeTile, QkNormRopeVariant, VARIANTS};
+mod case;
+
+use abi::ops::qk_norm_rope::{QkNormRopeVariant, VARIANTS};
 use proptest::prelude::*;
-use testkit::compare::{Scale, Tolerance, check_bits_eq};
+use testkit::compare::{Scale, Tolerance};
 use testkit::round::{max_finite, round_to};
-use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
+use testkit::strategies::Values;
 use warpforge::ops::kv_append::{self, KvAppend, KvAppendArgs, KvAppendProblem};
 use warpforge::ops::qk_norm_rope::{
-    QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeKernel, QkNormRopeProblem, QkNormWeights, reference,
+    QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights, reference,
 };
 use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-use warpforge::ops::rope::reference::RopeShape;
 use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
-use warpforge::{DType, Device, Error, F8E4M3, Stream, Tensor, TensorView};
+use warpforge::{DType, Device, Error, F8E4M3, Stream, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store,
-    swapped, through_every_kernel, values,
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, heads_of, on_executors, store, swapped,
+    through_every_kernel, values,
 };
-
-/// Positions of the tables in the property tests.
-const MAX_POSITION: usize = 97;
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Place {
-    InPlace,
-    Apart,
-}
-
-#[derive(Clone, Debug)]
-struct Case {
-    problem: QkNormRopeProblem,
-    num_slots: usize,
-    /// Elements between heads: of the joint projection, and of q_out and the caches.
-    gaps: [usize; 2],
-    from: Layout,
-    to: Layout,
-    /// Elements by which the weights are moved away from an aligned address.
-    weight_offset: usize,
-    place: Place,
-    heads_per_group: u32,
-    kind: Values,
-    seed: u64,
-}
-
-impl Case {
-    /// Of the kernel that takes a block of 256 threads for a head.
-    fn work(&self) -> usize {
-        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, .. } = self.problem;
-        tokens * (heads_q + 2 * heads_kv) * (256 * 40 + 20 * head_dim)
-    }
-}
-
-fn problem() -> impl Strategy<Value = QkNormRopeProblem> {
-    // Sizes of models, sizes that fit no piece of 16 bytes, and any.
-    let head = prop_oneof![
-        4 => proptest::sample::select(vec![(128, 128), (64, 64), (256, 64), (16, 16), (32, 16), (48, 32), (8, 8)]),
-        1 => (1usize..40, 0usize..20).prop_map(|(pairs, rest)| (2 * pairs + rest, 2 * pairs)),
-    ];
-    let norm = prop_oneof![
-        1 => Just(None),
-        2 => Just(Some(QkNorm { eps: 1e-6, weight: NormWeight::Plain })),
-        1 => Just(Some(QkNorm { eps: 1e-3, weight: NormWeight::ZeroCentred })),
-    ];
-    let style = proptest::sample::select(&RopeStyle::ALL[..]);
-    let dtypes = (floats(), prop_oneof![3 => Just(None), 1 => Just(Some(DType::F8E4M3))]);
-    (dtypes, dims(&[4], 12), 1usize..7, 1usize..4, head, style, norm).prop_map(
-        |((dtype, cache), tokens, heads_q, heads_kv, (head_dim, rotary_dim), style, norm)| {
-            QkNormRopeProblem {
-                tokens,
-                heads_q,
-                heads_kv,
-                head_dim,
-                rotary_dim,
-                style,
-                dtype,
-                cache_dtype: cache.unwrap_or(dtype),
-                norm,
-            }
-        },
-    )
-}
-
-fn case() -> impl Strategy<Value = Case> {
-    let layout = || {
-        let offset = prop_oneof![6 => Just(0usize), 1 => 1usize..9];
-        (stride_padding(), offset).prop_map(|(padding, offset)| Layout { padding, offset })
-    };
-    let gap = || prop_oneof![4 => Just(0usize), 1 => Just(8), 1 => 1usize..9];
-    let place = prop_oneof![Just(Place::InPlace), Just(Place::Apart)];
-    let weight_offset = prop_oneof![3 => Just(0usize), 1 => 1usize..9];
-    let layouts = ([gap(), gap()], layout(), layout(), weight_offset, place);
-    (problem(), 0usize..30, layouts, 1..=MAX_HEADS_PER_GROUP, finite_values(), any::<u64>()).prop_map(
-        |(problem, num_slots, (gaps, from, to, weight_offset, place), heads_per_group, kind, seed)| Case {
-            problem,
-            num_slots,
-            gaps,
-            from,
-            to,
-            weight_offset,
-            place,
-            heads_per_group,
-            kind,
-            seed,
-        },
-    )
-}
-
-fn inv_freq(rotary_dim: usize) -> Vec<f64> {
-    (0..rotary_dim / 2).map(|i| 1e4f64.powf(-2.0 * i as f64 / rotary_dim as f64)).collect()
-}
-
-/// What a case begins with, as numbers and on a device. Rows are heads with a gap after each.
-struct Inputs {
-    /// q, k and v beside each other.
-    joint: Vec<f64>,
-    joint_rows: Rows,
-    weights: [Vec<f64>; 2],
-    weight_rows: [Rows; 2],
-    positions: Vec<u32>,
-    position_tensor: Tensor,
-    slots: Vec<u32>,
-    slot_tensor: Tensor,
-    tables: RopeTables,
-    /// Of the key heads and the value heads of fp8 caches; all 1 in others, which take none.
-    scales: [Vec<f32>; 2],
-    scale_tensors: [Tensor; 2],
-}
-
-/// What it writes, and the numbers that were there before.
-struct Outputs {
-    q: Rows,
-    k_cache: Rows,
-    v_cache: Rows,
-    before: [Vec<f64>; 3],
-}
-
-impl Inputs {
-    fn new(stream: &Stream, case: &Case) -> Result<Self, TestCaseError> {
-        let QkNormRopeProblem { tokens, head_dim, rotary_dim, dtype, .. } = case.problem;
-        let seed = case.seed;
-        let rows =
-            |data: &[f64], width, layout| Rows::input(stream, dtype, data, width, layout).map_err(fail);
-        let width = case.joint_heads() * (head_dim + case.gaps[0]);
-        let joint = values(case.kind, dtype, tokens * width, seed);
-        let weights = [1, 2].map(|i| values(Values::Normal, dtype, head_dim, seed ^ i));
-        let weight_layout = Layout { padding: 0, offset: case.weight_offset };
-        let weight = |i: usize| rows(&weights[i], head_dim, weight_layout);
-        let mut rng = Rng::new(seed ^ 3);
-        // Out of order, repeated, and one beyond the tables now and then.
-        let positions: Vec<u32> = (0..tokens).map(|_| rng.below(MAX_POSITION + 2) as u32).collect();
-        // Distinct, in a random order, some of them beyond the cache.
-        let mut slots: Vec<u32> = (0..(case.num_slots.max(tokens) + 3) as u32).collect();
-        for i in (1..slots.len()).rev() {
-            slots.swap(i, rng.below(i + 1));
-        }
-        slots.truncate(tokens);
-        let is_fp8 = case.problem.cache_dtype == DType::F8E4M3;
-        let mut scale = |_| if is_fp8 { 0.004 + 0.05 * rng.uniform() as f32 } else { 1.0 };
-        let scales: [Vec<f32>; 2] = [0, 1].map(|_| (0..case.problem.heads_kv).map(&mut scale).collect());
-        let scale_tensor =
-            |i: usize| Tensor::from_slice(stream, &[case.problem.heads_kv], &scales[i]).map_err(fail);
-        Ok(Inputs {
-            scale_tensors: [scale_tensor(0)?, scale_tensor(1)?],
-            scales,
-            joint_rows: rows(&joint, width, case.from)?,
-            joint,
-            weight_rows: [weight(0)?, weight(1)?],
-            weights,
-            position_tensor: Tensor::from_slice(stream, &[tokens], &positions).map_err(fail)?,
-            positions,
-            slot_tensor: Tensor::from_slice(stream, &[tokens], &slots).map_err(fail)?,
-            slots,
-            tables: RopeTables::new(stream, &inv_freq(rotary_dim), 1.0, MAX_POSITION).map_err(fail)?,
-        })
-    }
-
-    /// q, k or v of the joint projection.
-    fn part(&self, case: &Case, part: usize) -> Result<TensorView<'_>, Error> {
-        let QkNormRopeProblem { tokens, head_dim, .. } = case.problem;
-        let shape = [tokens, case.joint_heads(), head_dim + case.gaps[0]];
-        self.joint_rows.view().reshape(&shape)?.slice(1, case.heads_of(part))?.slice(2, 0..head_dim)
-    }
-
-    /// The same as numbers.
-    fn numbers(&self, case: &Case, part: usize) -> Vec<f64> {
-        let stride = case.problem.head_dim + case.gaps[0];
-        let heads = case.heads_of(part);
-        let rows = self.joint.chunks(case.joint_heads() * stride);
-        let parts = rows.flat_map(|row| &row[heads.start * stride..heads.end * stride]).copied();
-        split(&parts.collect::<Vec<f64>>(), case.problem.head_dim, case.gaps[0]).0
-    }
-
-    fn weight(&self, i: usize) -> Result<TensorView<'_>, Error> {
-        let rows = self.weight_rows[i].view();
-        rows.reshape(&[rows.len()])
-    }
-}
-
-impl Outputs {
-    fn new(stream: &Stream, case: &Case, inputs: &Inputs) -> Result<Self, TestCaseError> {
-        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, dtype, cache_dtype, .. } = case.problem;
-        let (gap, spread) = (case.gaps[1], head_dim + case.gaps[1]);
-        let rows = |dtype, data: &[f64], heads: usize| {
-            Rows::input(stream, dtype, data, heads * spread, case.to).map_err(fail)
-        };
-        let random = |dtype, rows: usize, heads: usize, seed| {
-            values(Values::Normal, dtype, rows * heads * spread, case.seed ^ seed)
-        };
-        let caches = [5, 6].map(|seed| random(cache_dtype, case.num_slots, heads_kv, seed));
-        let before = match case.place {
-            Place::Apart => random(dtype, tokens, heads_q, 4),
-            Place::InPlace => {
-                let q = inputs.numbers(case, 0);
-                q.chunks(head_dim).flat_map(|head| [head, &vec![1.0; gap]].concat()).collect()
-            }
-        };
-        Ok(Outputs {
-            q: if case.place == Place::Apart && gap == 0 {
-                Rows::output(stream, dtype, tokens, heads_q * spread, case.to).map_err(fail)?
-            } else {
-                rows(dtype, &before, heads_q)?
-            },
-            k_cache: rows(cache_dtype, &caches[0], heads_kv)?,
-            v_cache: rows(cache_dtype, &caches[1], heads_kv)?,
-            before: {
-                let [k, v] = caches;
-                [before, k, v]
-            },
-        })
-    }
-
-    fn run(&mut self, stream: &Stream, plan: &QkNormRope, case: &Case, inputs: &Inputs) -> Result<(), Error> {
-        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, norm, .. } = case.problem;
-        let spread = head_dim + case.gaps[1];
-        let weights = match norm {
-            None => None,
-            Some(_) => Some(QkNormWeights { q: inputs.weight(0)?, k: inputs.weight(1)? }),
-        };
-        let cache = [case.num_slots, heads_kv, spread];
-        let scale =
-            |i: usize| (case.problem.cache_dtype == DType::F8E4M3).then(|| inputs.scale_tensors[i].view());
-        let args = QkNormRopeArgs {
-            q: match case.place {
-                Place::InPlace => RopeInput::InPlace,
-                Place::Apart => RopeInput::From(inputs.part(case, 0)?),
-            },
-            k: inputs.part(case, 1)?,
-            v: inputs.part(case, 2)?,
-            weights,
-            positions: inputs.position_tensor.view(),
-            tables: &inputs.tables,
-            slots: inputs.slot_tensor.view(),
-            q_out: self.q.view_mut().reshape(&[tokens, heads_q, spread])?.slice(2, 0..head_dim)?,
-            k_cache: self.k_cache.view_mut().reshape(&cache)?.slice(2, 0..head_dim)?,
-            v_cache: self.v_cache.view_mut().reshape(&cache)?.slice(2, 0..head_dim)?,
-            k_scale: scale(0),
-            v_scale: scale(1),
-        };
-        plan.run(stream, args)
-    }
-
-    /// The heads of q and of the caches, after checking what is between them.
-    fn read(&self, stream: &Stream, case: &Case) -> Result<[Vec<f64>; 3], TestCaseError> {
-        let mut heads = Vec::new();
-        for (rows, before) in std::iter::zip([&self.q, &self.k_cache, &self.v_cache], &self.before) {
-            let (got, gaps) = split(&rows.read(stream)?, case.problem.head_dim, case.gaps[1]);
-            let (_, before) = split(before, case.problem.head_dim, case.gaps[1]);
-            prop_assert_eq!(gaps, before, "between heads");
-            heads.push(got);
-        }
-        heads.try_into().map_err(|_| fail("three tensors"))
-    }
-}
-
-impl Case {
-    fn joint_heads(&self) -> usize {
-        self.problem.heads_q + 2 * self.problem.heads_kv
-    }
-
-    /// Of q, k or v in the joint projection.
-    fn heads_of(&self, part: usize) -> std::ops::Range<usize> {
-        let QkNormRopeProblem { heads_q, heads_kv, .. } = self.problem;
-        [0..heads_q, heads_q..heads_q + heads_kv, heads_q + heads_kv..self.joint_heads()][part].clone()
-    }
-
-    fn shape(&self, heads: usize) -> RopeShape {
-        let QkNormRopeProblem { head_dim, rotary_dim, style, .. } = self.problem;
-        RopeShape { heads, head_dim, rotary_dim, style }
-    }
-
-    fn plan(
-        &self,
-        device: &Device,
-        variant: Option<&'static QkNormRopeVariant>,
-    ) -> Result<QkNormRope, Error> {
-        let Some(variant) = variant else { return QkNormRope::plan(device, self.problem) };
-        let heads_per_group = if variant.tile == QkNormRopeTile::Block { 1 } else { self.heads_per_group };
-        QkNormRope::plan_with(device, self.problem, QkNormRopeKernel { variant, heads_per_group })
-    }
-}
-
-/// Heads, and the gaps that follow them.
-fn split(rows: &[f64], head_dim: usize, gap: usize) -> (Vec<f64>, Vec<f64>) {
-    let heads = rows.chunks(head_dim + gap);
-    (
-        heads.clone().flat_map(|head| &head[..head_dim]).copied().collect(),
-        heads.flat_map(|head| &head[head_dim..]).copied().collect(),
-    )
-}
-
-fn wide(stream: &Stream, table: &Tensor) -> Result<Vec<f64>, TestCaseError> {
-    Ok(table.to_vec::<f32>(stream).map_err(fail)?.into_iter().map(f64::from).collect())
-}
+use crate::places::{MAX_POSITION, adds_as_rmsnorm, angles, expect_bits, inv_freq};
+use case::{Case, Inputs, Outputs, Place, case, split};
 
 fn run(
     device: &Device,
@@ -328,7 +36,7 @@ fn run(
 
     let what = plan.report().variant;
     let [q, k_cache, v_cache] = outputs.read(&stream, case)?;
-    let (cos, sin) = (wide(&stream, inputs.tables.cos())?, wide(&stream, inputs.tables.sin())?);
+    let [cos, sin] = angles(&stream, &inputs.tables).map_err(fail)?;
     let width = heads_kv * head_dim;
     for (part, heads, got) in [(0, heads_q, &q), (1, heads_kv, &k_cache)] {
         let (x, shape) = (inputs.numbers(case, part), case.shape(heads));
@@ -454,10 +162,8 @@ fn one_after_another(
 
 /// Whether the squares of a head are added in the order in which `rmsnorm` does it.
 fn adds_alike(problem: &QkNormRopeProblem) -> bool {
-    let per_piece = 16 / problem.dtype.bytes();
-    let in_halves = if problem.style == RopeStyle::HalfSplit { 2 } else { 1 };
-    let is_whole = problem.rotary_dim.is_multiple_of(in_halves * per_piece);
-    !problem.head_dim.is_multiple_of(per_piece) || (is_whole && problem.head_dim <= 32 * per_piece)
+    let most = 32 * (16 / problem.dtype.bytes());
+    adds_as_rmsnorm(problem.dtype, problem.style, (problem.head_dim, most), problem.rotary_dim)
 }
 
 proptest! {
@@ -498,8 +204,7 @@ proptest! {
             got.run(&stream, &plan, &case, &inputs).map_err(fail)?;
             let (got, want) = (got.read(&stream, &case)?, want.read(&stream, &case)?);
             for (part, (got, want)) in std::iter::zip(got, want).enumerate() {
-                let bits = |values: &[f64]| values.iter().map(|&value| value as f32).collect::<Vec<f32>>();
-                check_bits_eq(&bits(&got), &bits(&want)).map_err(|error| fail(format!("{part}: {error}")))?;
+                expect_bits(["q", "k", "v"][part], &got, &want)?;
             }
         }
     }

@@ -3,18 +3,16 @@
 use abi::ops::rope::{RopeVariant, VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
-use testkit::strategies::{Values, dims, finite_values};
+use testkit::strategies::{Rng, Values, dims, finite_values};
 use warpforge::ops::rope::reference::{self, RopeShape};
 use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
-use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
+use warpforge::{DType, Device, Error, Tensor, TensorView};
 
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store,
     swapped, through_every_kernel, values,
 };
-
-/// Positions of the tables in the property tests.
-const MAX_POSITION: usize = 97;
+use crate::places::{MAX_POSITION, angles, inv_freq, positions};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
@@ -80,23 +78,9 @@ fn case() -> impl Strategy<Value = Case> {
     )
 }
 
-fn inv_freq(rotary_dim: usize) -> Vec<f64> {
-    (0..rotary_dim / 2).map(|i| 1e4f64.powf(-2.0 * i as f64 / rotary_dim as f64)).collect()
-}
-
-/// Some positions out of order, repeated, and one beyond the tables now and then.
-fn positions(tokens: usize, seed: u64) -> Vec<u32> {
-    let mut rng = testkit::strategies::Rng::new(seed);
-    (0..tokens).map(|_| rng.below(MAX_POSITION + 2) as u32).collect()
-}
-
 fn shape_of(problem: &RopeProblem) -> RopeShape {
     let RopeProblem { heads, head_dim, rotary_dim, style, .. } = *problem;
     RopeShape { heads, head_dim, rotary_dim, style }
-}
-
-fn wide(stream: &Stream, table: &Tensor) -> Result<Vec<f64>, Error> {
-    Ok(table.to_vec::<f32>(stream)?.into_iter().map(f64::from).collect())
 }
 
 /// The heads inside rows of a wider tensor.
@@ -129,7 +113,7 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RopeVariant>) -> R
     let before = values(Values::Normal, dtype, tokens * widths[1], case.seed ^ 3);
     let x: Vec<f64> =
         x_wide.chunks(widths[0]).flat_map(|row| &row[case.x_margin.0..][..len]).copied().collect();
-    let position_list = positions(tokens, case.seed ^ 1);
+    let position_list = positions(&mut Rng::new(case.seed ^ 1), tokens);
 
     let tables =
         RopeTables::new(&stream, &inv_freq(rotary_dim), case.attention_factor, MAX_POSITION).map_err(fail)?;
@@ -147,7 +131,7 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RopeVariant>) -> R
         .map_err(fail)?;
 
     let got_wide = out_rows.read(&stream)?;
-    let (cos, sin) = (wide(&stream, tables.cos()).map_err(fail)?, wide(&stream, tables.sin()).map_err(fail)?);
+    let [cos, sin] = angles(&stream, &tables).map_err(fail)?;
     let shape = shape_of(&problem);
     let (want, terms) = reference::rope::<f64>(&x, &position_list, (&cos, &sin), shape, |v| v);
     let (naive, _) = reference::rope::<f32>(&x, &position_list, (&cos, &sin), shape, store(dtype));
@@ -226,7 +210,7 @@ proptest! {
             let stream = device.stream().map_err(fail)?;
             let tables = RopeTables::new(&stream, &inv_freq(head_dim), 1.0, MAX_POSITION).map_err(fail)?;
             let data = values(Values::Normal, dtype, tokens * len, seed);
-            let at = positions(tokens, seed);
+            let at = positions(&mut Rng::new(seed), tokens);
             let run = |data: &[f64], at: &[u32]| -> Result<Vec<f64>, TestCaseError> {
                 let tokens = at.len();
                 let problem = RopeProblem { tokens, heads, head_dim, rotary_dim: head_dim, style, dtype };
@@ -255,7 +239,7 @@ fn strides_of_their_own() -> Result<(), TestCaseError> {
     {
         let shape = [tokens, heads, head_dim];
         let data = values(Values::Normal, dtype, shape.iter().product(), 3);
-        let at = positions(tokens, 5);
+        let at = positions(&mut Rng::new(5), tokens);
         // Of each position only the first of two numbers counts.
         let spread: Vec<u32> = at.iter().flat_map(|&position| [position, 11]).collect();
         for (style, device) in
@@ -299,11 +283,11 @@ fn parts_of_heads() -> Result<(), TestCaseError> {
             let start = width - rotary_dim;
             let data = values(Values::Normal, dtype, tokens * heads * width, 3);
             let part: Vec<f64> = data.chunks(width).flat_map(|head| &head[start..]).copied().collect();
-            let at = positions(tokens, 5);
+            let at = positions(&mut Rng::new(5), tokens);
             for device in &devices() {
                 let stream = device.stream()?;
                 let tables = RopeTables::new(&stream, &inv_freq(rotary_dim), 1.0, MAX_POSITION)?;
-                let (cos, sin) = (wide(&stream, tables.cos())?, wide(&stream, tables.sin())?);
+                let [cos, sin] = angles(&stream, &tables)?;
                 let shape = shape_of(&problem);
                 let (want, terms) = reference::rope::<f64>(&part, &at, (&cos, &sin), shape, |v| v);
                 let (naive, _) = reference::rope::<f32>(&part, &at, (&cos, &sin), shape, store(dtype));
