@@ -130,7 +130,9 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -
     // A gain of weight + 1 cancels where the weight is near −1: the error then scales with the row, not the element.
     // A gate makes the sizes of a row's results differ, so that the row says nothing of an element: its own terms do.
     let terms: Vec<f64> = std::iter::zip(&want, weight.iter().cycle())
-        .map(|(want, weight)| want.abs() * (weight.abs() + offset) / (weight + offset).abs().max(f64::MIN_POSITIVE))
+        .map(|(want, weight)| {
+            want.abs() * (weight.abs() + offset) / (weight + offset).abs().max(f64::MIN_POSITIVE)
+        })
         .collect();
     let scale = if gate == Gate::Silu { Scale::Given(&terms) } else { Scale::Rows(cols) };
     let tolerance = Tolerance { on_the_way: None, ..Tolerance::new(dtype, scale, cols + 8) };
