@@ -40,6 +40,7 @@ fn folders_hold_the_operators_alone() {
                 "moe",
                 "nothing",
                 "packed",
+                "places",
             ],
         ),
         ("benches/ops", &["harness", "main", "models", "sweep"]),
