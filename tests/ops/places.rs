@@ -1,4 +1,5 @@
-//! Where tokens are: their positions, with the tables that rotations take, and their slots in a cache.
+//! What the tests of operators that rotate and append share: where tokens are, by their positions and slots, with the
+//! tables of angles; and whether the bits are those of the operators one after another.
 
 use proptest::prelude::*;
 use testkit::compare::check_bits_eq;
