@@ -15,16 +15,3 @@ pub fn add_packed<T: Element>(a: [u32; 4], b: [u32; 4]) -> [u32; 4] {
     }
     T::pack(&x)
 }
-
-/// A packed piece times a factor, rounded to `T`.
-#[inline(always)]
-pub fn scale_packed<T: Element>(piece: [u32; 4], factor: f32) -> [u32; 4] {
-    let mut values = [0.0; 8];
-    T::unpack(piece, &mut values);
-    let mut j = 0;
-    while j < T::PER_16_BYTES {
-        values[j] *= factor;
-        j += 1;
-    }
-    T::pack(&values)
-}

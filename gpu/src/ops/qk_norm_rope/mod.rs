@@ -38,7 +38,6 @@ use abi::range;
 use cuda_std::cvt::{E4m3, Element, bf16, e4m3x2_from_f32, f16};
 use cuda_std::{global, kernel, math, thread, warp};
 
-use crate::tile::packed::scale_packed;
 use crate::tile::reduce::block_sum_f32;
 
 /// Heads whose loads are on their way at a time.
@@ -429,7 +428,12 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
                                 math::fma(square_of::<T, LANES>(&values), dims.inv_head_dim, dims.eps);
                             if warp::any(warp::FULL_MASK, !range::is_normal(mean)) {
                                 let factor = range::factor(mean);
-                                T::unpack(scale_packed::<T>(held[i], factor), &mut values);
+                                // As f32, which has small elements beside huge ones as `rmsnorm` has them.
+                                let mut j = 0;
+                                while j < T::PER_16_BYTES {
+                                    values[j] *= factor;
+                                    j += 1;
+                                }
                                 let square = square_of::<T, LANES>(&values);
                                 mean = math::fma(square, dims.inv_head_dim, range::epsilon(dims.eps, factor));
                             }
