@@ -1,5 +1,6 @@
 //! RMSNorm at the shapes of its cases.
 
+use abi::ops::rmsnorm::VARIANTS;
 use serde_json::json;
 use warpforge::ops::rmsnorm::{
     CASES, Gate, NormResidual, NormWeight, RmsNorm, RmsNormArgs, RmsNormCase, RmsNormProblem, reference,
@@ -27,7 +28,11 @@ pub fn bench(bencher: &mut Bencher) {
 pub fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
     let &RmsNormCase { rows, cols, residual, weight: kind, gate, .. } = case;
     let problem = RmsNormProblem { rows, cols, dtype: DTYPE, eps: EPS, weight: kind };
-    let plan = RmsNorm::plan(&bencher.device, problem)?;
+    let forced = VARIANTS.iter().find(|variant| Some(variant.entry) == bencher.kernel.as_deref());
+    let plan = match forced {
+        Some(variant) => RmsNorm::plan_with(&bencher.device, problem, variant)?,
+        None => RmsNorm::plan(&bencher.device, problem)?,
+    };
     let (row_tensors, residual_name) = match residual {
         NormResidual::None => (2, "none"),
         NormResidual::Add => (4, "add"),

@@ -17,7 +17,7 @@
 
 use abi::ops::causal_conv1d::{CausalConv1dDims, MAX_WIDTH, THREADS, TOKENS};
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{global, kernel, math, thread};
+use cuda_std::{global, grid, kernel, math, thread};
 
 use crate::tile::activation::silu;
 use crate::tile::sequences::{Sequence, piece_at};
@@ -315,12 +315,29 @@ unsafe fn by_channel<T: Element>(tensors: Tensors<T>, dims: &CausalConv1dDims, s
 }
 
 macro_rules! body {
-    (Pieces, $type:ident, $tensors:ident, $dims:ident, $share:ident, $width:literal) => {
-        by_piece::<$type, $width, { $width - 1 }>($tensors, $dims, $share)
-    };
-    (Scalar, $type:ident, $tensors:ident, $dims:ident, $share:ident $(,)?) => {
-        by_channel::<$type>($tensors, $dims, $share)
-    };
+    (Pieces, $type:ident, $tensors:ident, $dims:ident, $tables:expr, $width:literal) => {{
+        // A model's step finds the weights in memory: the blocks of the first tokens bring them to L2, whoever writes
+        // them.
+        grid::begin_with(|| {
+            let channel = channel_thread($dims) * <$type as Element>::PER_16_BYTES as u32;
+            let is_first = thread::block_idx_x() < $dims.channel_blocks && thread::thread_idx_x() == 0;
+            if is_first && channel < $dims.channels {
+                let most = THREADS * <$type as Element>::PER_16_BYTES as u32;
+                let elements = ($dims.channels - channel).min(most) * $width;
+                let weights = $tensors.weight.add((channel * $width) as usize);
+                global::prefetch_l2(weights, elements * size_of::<$type>() as u32);
+            }
+        });
+        if let Some(share) = Share::new($tables.0, $tables.1, $dims) {
+            by_piece::<$type, $width, { $width - 1 }>($tensors, $dims, share)
+        }
+    }};
+    (Scalar, $type:ident, $tensors:ident, $dims:ident, $tables:expr $(,)?) => {{
+        grid::begin();
+        if let Some(share) = Share::new($tables.0, $tables.1, $dims) {
+            by_channel::<$type>($tensors, $dims, share)
+        }
+    }};
 }
 
 macro_rules! entries {
@@ -329,7 +346,7 @@ macro_rules! entries {
         ///
         /// # Safety
         /// - Arguments as `CausalConv1d::run` checks them.
-        #[kernel(max_threads = 128)]
+        #[kernel(max_threads = 128, waits)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             x: *const $type,
@@ -343,11 +360,7 @@ macro_rules! entries {
         ) {
             let (dims, tensors) = (&dims, Tensors { x, weight, bias, state, out });
             // SAFETY: the same contract.
-            unsafe {
-                if let Some(share) = Share::new(offsets, slots, dims) {
-                    body!($tile, $type, tensors, dims, share, $($value)?)
-                }
-            }
+            unsafe { body!($tile, $type, tensors, dims, (offsets, slots), $($value)?) }
         }
     )*};
 }

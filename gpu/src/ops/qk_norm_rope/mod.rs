@@ -36,7 +36,7 @@
 use abi::ops::qk_norm_rope::QkNormRopeDims;
 use abi::range;
 use cuda_std::cvt::{E4m3, Element, bf16, e4m3x2_from_f32, f16};
-use cuda_std::{global, kernel, math, thread, warp};
+use cuda_std::{global, grid, kernel, math, thread, warp};
 
 use crate::tile::reduce::block_sum_f32;
 
@@ -562,12 +562,21 @@ unsafe fn by_element<T: Element, C: Cached<T>>(tensors: &Tensors<T, C>, dims: &Q
 }
 
 macro_rules! body {
-    (Lanes, $type:ident, $cache:ident, $tensors:ident, $dims:ident, $lanes:literal) => {
+    (Lanes, $type:ident, $cache:ident, $tensors:ident, $dims:ident, $lanes:literal) => {{
+        // A model's step finds the gains in memory: the first block brings them to L2, whoever writes them.
+        grid::begin_with(|| {
+            let bytes = $dims.head_dim * size_of::<$type>() as u32;
+            if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 && !$tensors.q_weight.is_null() {
+                global::prefetch_l2($tensors.q_weight, bytes);
+                global::prefetch_l2($tensors.k_weight, bytes);
+            }
+        });
         by_lanes::<$type, $cache, $lanes>(&$tensors, &$dims)
-    };
-    (Block, $type:ident, $cache:ident, $tensors:ident, $dims:ident $(,)?) => {
+    }};
+    (Block, $type:ident, $cache:ident, $tensors:ident, $dims:ident $(,)?) => {{
+        grid::begin();
         by_element::<$type, $cache>(&$tensors, &$dims)
-    };
+    }};
 }
 
 macro_rules! entries {
@@ -576,7 +585,7 @@ macro_rules! entries {
         ///
         /// # Safety
         /// - Arguments as `QkNormRope::run` checks them.
-        #[kernel(max_threads = 256)]
+        #[kernel(max_threads = 256, waits)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             q: *const $type,

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! All loads are issued before the first use: 2 × 16 bytes per thread and 2048 threads per SM are the 48 KiB in flight
-//! that Hopper's memory needs. The choice depends on the row's length only, so a row's result does not depend on how
+//! that Hopper's memory needs. The gains come to L2 before the kernel ahead has ended, since a model's step finds them in
+//! memory, and where a thread has one piece to its registers beside the row. The choice depends on the row's length only, so a row's result does not depend on how
 //! many rows there are.
 //!
 //! A row whose squares do not fit f32 is multiplied by a power of two, and they are added up once more (`abi::range`).
@@ -19,7 +20,7 @@
 use abi::ops::rmsnorm::RmsNormDims;
 use abi::range;
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{global, kernel, math, thread, warp};
+use cuda_std::{global, grid, kernel, math, thread, warp};
 
 use crate::tile::activation::silu;
 use crate::tile::packed::add_packed;
@@ -164,6 +165,11 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
     let element = |chunk: u32| chunk as usize * T::PER_16_BYTES;
     // SAFETY: chunk < num_chunks keeps every access inside its row, and the rows inside their buffers — RmsNorm::run.
     unsafe {
+        // The others have no registers for them.
+        let mut gains_held = [0; 4];
+        if CHUNKS == 1 && member < num_chunks {
+            gains_held = global::load_nc_x4(weight.add(element(member)));
+        }
         let mut i = 0;
         while i < CHUNKS {
             let chunk = member + i as u32 * members;
@@ -209,7 +215,9 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
             if chunk < num_chunks {
                 let (mut values, mut gains) = ([0.0; 8], [0.0; 8]);
                 T::unpack(held[i], &mut values);
-                T::unpack(global::load_nc_x4(weight.add(element(chunk))), &mut gains);
+                let piece =
+                    if CHUNKS == 1 { gains_held } else { global::load_nc_x4(weight.add(element(chunk))) };
+                T::unpack(piece, &mut gains);
                 let mut j = 0;
                 while j < T::PER_16_BYTES {
                     values[j] = values[j] * scale * (gains[j] + dims.weight_offset);
@@ -234,6 +242,20 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
             far_row(x, residual, weight, gate, out, dims, share, factor, sum);
         }
     }
+}
+
+/// How a kernel begins that has rows in registers: its first block brings the gains to L2, whoever writes them.
+///
+/// # Safety
+/// - As [`rows_in_registers`].
+#[inline(always)]
+unsafe fn begin<T: Element>(weight: *const T, dims: &RmsNormDims) {
+    grid::begin_with(|| {
+        if thread::block_idx_x() == 0 && thread::thread_idx_x() == 0 && dims.cols > 0 {
+            // SAFETY: `cols` elements, whole pieces — the caller.
+            unsafe { global::prefetch_l2(weight, dims.cols * size_of::<T>() as u32) };
+        }
+    });
 }
 
 /// A block walks over one row element by element, twice: the fallback for any length, stride and alignment.
@@ -310,6 +332,7 @@ macro_rules! body {
         // SAFETY: whole warps, and the sum is over the lanes of the row's group, which all have the same `row`. They
         // ask for it again together.
         unsafe {
+            begin($w, &$dims);
             rows_in_registers::<$type, $chunks>(
                 $x,
                 $r,
@@ -329,6 +352,7 @@ macro_rules! body {
         // SAFETY: one block per row, all its threads take part in the sum; the grid has `rows` blocks — RmsNorm::run.
         // All have the bits of the same sum, so they want the same; the barrier is between the two sums.
         unsafe {
+            begin($w, &$dims);
             rows_in_registers::<$type, $chunks>(
                 $x,
                 $r,
@@ -350,6 +374,7 @@ macro_rules! body {
         }
     }};
     (Scalar, $type:ident, $x:ident, $r:ident, $w:ident, $g:ident, $o:ident, $dims:ident $(,)?) => {{
+        grid::begin();
         // SAFETY: one block per row — RmsNorm::run.
         unsafe { row_by_element::<$type>($x, $r, $w, $g, $o, &$dims) }
     }};
@@ -377,8 +402,8 @@ macro_rules! entry {
     // What rows that are not done again need: on Hopper 2048 threads on a multiprocessor, as its memory wants.
     ($entry:ident, f32, $threads:literal, Block { chunks: 2 }) => {
         entry!(
-            #[cfg_attr(not(lacks_wgmma), kernel(max_threads = $threads, max_registers = 32))]
-            #[cfg_attr(lacks_wgmma, kernel(max_threads = $threads))]
+            #[cfg_attr(not(lacks_wgmma), kernel(max_threads = $threads, max_registers = 32, waits))]
+            #[cfg_attr(lacks_wgmma, kernel(max_threads = $threads, waits))]
             $entry,
             f32,
             Block,
@@ -387,8 +412,8 @@ macro_rules! entry {
     };
     ($entry:ident, $type:ident, $threads:literal, Block { chunks: 2 }) => {
         entry!(
-            #[cfg_attr(not(lacks_wgmma), kernel(max_threads = $threads, max_registers = 32))]
-            #[cfg_attr(lacks_wgmma, kernel(max_threads = $threads, max_registers = 48))]
+            #[cfg_attr(not(lacks_wgmma), kernel(max_threads = $threads, max_registers = 32, waits))]
+            #[cfg_attr(lacks_wgmma, kernel(max_threads = $threads, max_registers = 48, waits))]
             $entry,
             $type,
             Block,
@@ -396,7 +421,7 @@ macro_rules! entry {
         );
     };
     ($entry:ident, $type:ident, $threads:literal, $tile:ident { $($field:ident: $value:tt),* }) => {
-        entry!(#[kernel(max_threads = $threads)] $entry, $type, $tile, $($value),*);
+        entry!(#[kernel(max_threads = $threads, waits)] $entry, $type, $tile, $($value),*);
     };
 }
 
