@@ -1,6 +1,9 @@
 //! The matrix product at the shapes of its cases.
 
-use abi::ops::matmul::{AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{
+    AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, STREAM_NORMED_VARIANTS, STREAM_VARIANTS, VARIANTS,
+    WGMMA_VARIANTS,
+};
 use serde_json::json;
 use warpforge::ops::matmul::{
     Act, Activations, Bias, CASES, Epilogue, FP8_VARIANTS, Matmul, MatmulArgs, MatmulCase, MatmulProblem,
@@ -266,7 +269,7 @@ pub fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     }
     let variants = || {
         let first = WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS);
-        first.chain(AHEAD_VARIANTS).chain(VARIANTS)
+        first.chain(AHEAD_VARIANTS).chain(STREAM_NORMED_VARIANTS).chain(VARIANTS)
     };
     let device = bencher.device.clone();
     let planned = |entry: &str| match variants().find(|variant| variant.entry == entry) {

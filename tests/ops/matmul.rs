@@ -10,6 +10,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use abi::Need;
 use abi::ops::matmul::{MatmulTile, MatmulVariant};
 use abi::weight::{Codes, Layout as WeightLayout, ScaleType};
 use half::bf16;
@@ -37,7 +38,7 @@ fn of_matrices(entry: &str) -> bool {
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
     let plain = abi::ops::entries("matmul").filter(|entry| of_matrices(entry));
-    let cases = prop_oneof![3 => case(), 1 => normed_row()];
+    let cases = prop_oneof![3 => case(), 1 => normed_rows()];
     every_kernel_of(plain, cases, |case| 16 * case.work(), run_variants)
 }
 
@@ -72,16 +73,21 @@ proptest! {
         }
     }
 
-    /// A row that is normed first, where that can be done: on the CPU, and on Hopper.
+    /// Rows that are normed first, where that can be done: on the CPU, one row on Hopper, and more of bf16 where there
+    /// are tensor cores.
     #[test]
-    fn normed_rows((case, on) in on_executors(normed_row, Case::work)) {
+    fn normed((case, on) in on_executors(normed_rows, Case::work)) {
         let inputs = inputs(&case);
         let expected = Expected::of(&case.problem, &inputs);
+        let MatmulProblem { m, k, dtype, .. } = case.problem;
         for device in &on.devices() {
             let fits = Matmul::supports(device, &case.problem).is_ok();
-            // A longer row is not always all on its way before the wait.
-            if device.limits().is_none() || case.problem.k <= 1024 {
-                let wanted = device.limits().is_none_or(|limits| limits.floor == Arch::Sm90a);
+            let wanted = device.limits().is_none_or(|limits| match m {
+                1 => limits.floor == Arch::Sm90a,
+                _ => dtype == DType::BF16 && limits.floor.has(Need::MmaSync),
+            });
+            // A longer row is not always all on its way before the wait, nor multiplied in two turns.
+            if device.limits().is_none() || k <= 256 || m == 1 && k <= 1024 {
                 prop_assert_eq!(fits, wanted, "{:?}", device);
             }
             if fits {
@@ -91,6 +97,22 @@ proptest! {
             }
         }
         run_variants(&on.cards(), &case, EVERY)?;
+    }
+
+    /// A row that is normed gives the same bits alone and among others, wherever those lie.
+    #[test]
+    fn normed_rows_are_independent((case, on) in on_executors(normed_rows, |case| 2 * case.work())) {
+        let problem = MatmulProblem { m: RowNorm::MAX_ROWS, ..case.problem };
+        let MatmulProblem { n, .. } = problem;
+        let inputs = inputs(&case);
+        for device in on.devices().iter().filter(|device| Matmul::supports(device, &problem).is_ok()) {
+            let plan = plan(device, problem, None)?;
+            let all = product(device, &plan, &case, &inputs)?;
+            let row = case.seed as usize / 7 % case.problem.m;
+            let alone = Case { problem: MatmulProblem { m: 1, ..case.problem }, ..case.clone() };
+            let got = product(device, &plan, &alone, &inputs.rows(row..row + 1, &problem))?;
+            prop_assert_eq!(&got[..], &all[row * n..(row + 1) * n], "row {} on {:?}", row, device);
+        }
     }
 
     /// Several products at once, stacked or with their rows in turns.
@@ -450,9 +472,16 @@ fn far_rows_by(layout: Option<WeightLayout>) -> Result<(), Error> {
     let mut devices = devices();
     devices.push(Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?);
     let norm = Some(RowNorm { eps: 0.0, weight: NormWeight::Plain });
-    let problem = MatmulProblem { norm, weight: layout, ..MatmulProblem::new(1, n, k, DType::BF16) };
-    for device in devices.iter().filter(|device| Matmul::supports(device, &problem).is_ok()) {
-        let stream = device.stream()?;
+    let rows = [1, 3, RowNorm::MAX_ROWS];
+    let problems =
+        rows.map(|m| MatmulProblem { norm, weight: layout, ..MatmulProblem::new(m, n, k, DType::BF16) });
+    let mut plans = 0;
+    for (device, problem) in devices.iter().flat_map(|device| problems.map(|problem| (device, problem))) {
+        if Matmul::supports(device, &problem).is_err() {
+            continue;
+        }
+        plans += 1;
+        let (stream, m) = (device.stream()?, problem.m);
         let plan = Matmul::plan(device, problem)?;
         let values = |count: usize, of: usize| (0..count).map(move |i| (i * of % 37) as f32 / 16.0 - 1.0);
         let constant = |shape: &[usize], of: usize| {
@@ -462,19 +491,24 @@ fn far_rows_by(layout: Option<WeightLayout>) -> Result<(), Error> {
         let (b, gain) = (constant(&[n, k], 7)?, constant(&[k], 5)?);
         let source = layout.map(|layout| packed::Source::new([n, k], layout, 7));
         let weight = source.map(|source| Weight::pack(&stream, &source)).transpose()?;
-        let normed = |exponent: i32| {
-            let row: Vec<bf16> = values(k, 11).map(|x| bf16::from_f32(x * 2f32.powi(exponent))).collect();
-            let a = Tensor::from_slice(&stream, &[1, k], &row)?;
-            let mut out = Tensor::empty(&stream, &[1, n], DType::BF16)?;
+        // Each row by a power of its own.
+        let normed = |exponent: &dyn Fn(usize) -> i32| {
+            let far = |(i, x): (usize, f32)| bf16::from_f32(x * 2f32.powi(exponent(i / k)));
+            let rows: Vec<bf16> = values(m * k, 11).enumerate().map(far).collect();
+            let a = Tensor::from_slice(&stream, &[m, k], &rows)?;
+            let mut out = Tensor::empty(&stream, &[m, n], DType::BF16)?;
             let (gain, b) = (Some(gain.view()), weight.as_ref().map_or(b.view().into(), MatmulB::from));
             plan.run(&stream, MatmulArgs { gain, ..MatmulArgs::new(a.view(), b, out.view_mut()) })?;
             out.to_vec::<bf16>(&stream)
         };
-        let near = normed(0)?;
+        let near = normed(&|_| 0)?;
         assert!(near.iter().any(|x| x.to_f32().abs() > 0.5), "{device:?}: {near:?}");
         for exponent in [-100, -80, 70, 100] {
-            assert_eq!(normed(exponent)?, near, "2^{exponent} on {device:?}");
+            assert_eq!(normed(&|_| exponent)?, near, "2^{exponent} on {device:?}");
+            let mixed = normed(&|row| [0, exponent, -exponent][row % 3])?;
+            assert_eq!(mixed, near, "some by 2^{exponent} on {device:?}");
         }
     }
+    assert!(plans > 2, "{layout:?}");
     Ok(())
 }

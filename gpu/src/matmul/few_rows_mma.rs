@@ -29,6 +29,7 @@
 //!   in both.
 //! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early). Where all
 //!   multiprocessors are full the next kernel may start when all blocks have multiplied.
+//! - Rows may be normed ([`row_scale`](super::row_scale)), of up to 8: each warp adds up the squares of one.
 //! - Bounds: memory from some 20 MB on; below that a launch and two trips to memory.
 //!
 //! What was measured and tried: `gpu/NOTES/matmul.md`.
@@ -39,6 +40,7 @@ use cuda_std::{global, grid, shared, thread, warp};
 
 use super::epilogue::Epilogue;
 use super::multiplicand::Multiplicand;
+use super::row_scale::RowScale;
 
 /// Elements of k that a step of a warp multiplies: a line of 128 bytes of each row of b.
 const STEP: u32 = 64;
@@ -58,11 +60,12 @@ fn sum_address(row: u32, col: u32, cols: u32) -> u32 {
 }
 
 /// Some columns of the product for up to `ROWS = 8 · FRAGMENTS` rows from `first_row` on. `a_row` and `b_row` say where
-/// a row begins.
+/// a row begins. `NORMED`: rows are normed, 8 of 16 columns.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block; shared memory as `MatmulTile::smem_bytes` says.
-/// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes, k a multiple of 8 — checked in `run`.
+/// - Tensors *in-bounds* for `dims`, rows of a and b and the gains aligned to 16 bytes, k a multiple of 8 — checked in
+///   `run`.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Multiplicand,
@@ -73,8 +76,9 @@ pub unsafe fn multiply<
     const TILES: usize,
     const PIECES: usize,
     const UNROLL: usize,
+    const NORMED: bool,
 >(
-    a_row: impl Fn(u32) -> *const T,
+    (a_row, norm): (impl Fn(u32) -> *const T, RowScale<'_, T>),
     b_row: impl Fn(u32) -> *const T,
     (first_row, col_block): (u32, u32),
     end: Epilogue<'_, T, O>,
@@ -101,54 +105,89 @@ pub unsafe fn multiply<
         j += 1;
     }
 
-    let mut sums = [[[[0f32; 4]; 2]; FRAGMENTS]; TILES];
-    let mut k = part * STREAM_BK;
-    while k < dims.k {
-        let mut step = 0;
-        while step < STEPS {
-            let from = k + step as u32 * STEP;
-            // SAFETY: pieces below k lie in their rows — the caller.
-            unsafe {
-                if k + STREAM_BK <= dims.k {
-                    add_steps::<T, O, LANES, FRAGMENTS, TILES, PIECES, UNROLL, false>(
-                        &a, &b, from, dims.k, &mut sums,
-                    );
-                } else {
-                    add_steps::<T, O, LANES, FRAGMENTS, TILES, PIECES, UNROLL, true>(
-                        &a, &b, from, dims.k, &mut sums,
-                    );
-                }
-            }
-            step += UNROLL;
-        }
-        k += parts * STREAM_BK;
-    }
-
-    if dims.access & NEXT_MAY_START != 0 {
-        grid::near_end();
-    }
     let (base, warp_bytes) = (shared::base(), rows * cols * 4);
-    // SAFETY: each warp stores sums in its own words, and they are read after the barrier.
-    unsafe {
-        let mut i = 0;
-        while i < TILES * FRAGMENTS * 4 {
-            let (tile, fragment, element) = (i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4);
-            let [first, second] = [sums[tile][fragment][0][element], sums[tile][fragment][1][element]];
-            let sum = if LANES == 8 {
-                // Four lanes have multiplied the first halves of a row, their neighbours the second.
-                let own = if lane / 4 % 2 == 0 { first } else { second };
-                own + warp::shuffle_xor_f32(warp::FULL_MASK, own, 4)
-            } else {
-                first + second
-            };
-            let col = (2 * tile + element / 2) as u32 * rows_of_load + lane / LANES;
-            let row = (fragment * 8 + element % 2) as u32 + lane % 4 * 2;
-            if lane % LANES < 4 {
-                shared::store_f32(base + warp * warp_bytes + sum_address(row, col, cols), sum);
+    // Of the lane's row, if it is normed: what that is multiplied by, and its scale.
+    let (mut factor, mut scale, mut is_again) = (1.0, 1.0, false);
+    loop {
+        let mut sums = [[[[0f32; 4]; 2]; FRAGMENTS]; TILES];
+        let mut k = part * STREAM_BK;
+        while k < dims.k {
+            let mut step = 0;
+            while step < STEPS {
+                let (from, norm) = (k + step as u32 * STEP, (&norm, factor));
+                // SAFETY: pieces below k lie in their rows — the caller.
+                unsafe {
+                    if k + STREAM_BK <= dims.k {
+                        add_steps::<T, O, LANES, FRAGMENTS, TILES, PIECES, UNROLL, NORMED, false>(
+                            (&a, norm),
+                            &b,
+                            (from, dims.k),
+                            &mut sums,
+                        );
+                    } else {
+                        add_steps::<T, O, LANES, FRAGMENTS, TILES, PIECES, UNROLL, NORMED, true>(
+                            (&a, norm),
+                            &b,
+                            (from, dims.k),
+                            &mut sums,
+                        );
+                    }
+                }
+                step += UNROLL;
             }
-            i += 1;
+            k += parts * STREAM_BK;
         }
-        thread::sync_threads();
+
+        if dims.access & NEXT_MAY_START != 0 {
+            grid::near_end();
+        }
+        // SAFETY: each warp stores sums, and a row's squares, in its own words, and they are read after the barrier.
+        unsafe {
+            let mut i = 0;
+            while i < TILES * FRAGMENTS * 4 {
+                let (tile, fragment, element) = (i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4);
+                let [first, second] = [sums[tile][fragment][0][element], sums[tile][fragment][1][element]];
+                let sum = if LANES == 8 {
+                    // Four lanes have multiplied the first halves of a row, their neighbours the second.
+                    let own = if lane / 4 % 2 == 0 { first } else { second };
+                    own + warp::shuffle_xor_f32(warp::FULL_MASK, own, 4)
+                } else {
+                    first + second
+                };
+                let col = (2 * tile + element / 2) as u32 * rows_of_load + lane / LANES;
+                let row = (fragment * 8 + element % 2) as u32 + lane % 4 * 2;
+                if lane % LANES < 4 {
+                    shared::store_f32(base + warp * warp_bytes + sum_address(row, col, cols), sum);
+                }
+                i += 1;
+            }
+            if !NORMED {
+                break;
+            }
+            let squares = base + WARPS * warp_bytes;
+            let row = a_row((first_row + warp).min(dims.m - 1));
+            let of_row = warp::shuffle_idx_f32(warp::FULL_MASK, factor, 4 * warp);
+            let square = RowScale::squares(row, (lane, 32), dims.k / T::PER_16_BYTES as u32, of_row);
+            let square = warp::sum_f32::<32>(square);
+            if lane == 0 {
+                shared::store_f32(squares + 4 * warp, square);
+            }
+            thread::sync_threads();
+            let (row_scale, needed) = norm.scale(shared::load_f32(squares + lane / 4 * 4), factor);
+            scale = row_scale;
+            // All rows are seen by each warp, so that all go on alike.
+            if is_again || !warp::any(warp::FULL_MASK, needed != 1.0) {
+                break;
+            }
+            (factor, is_again) = (needed, true);
+            thread::sync_threads();
+        }
+    }
+    // SAFETY: behind the barrier each quad of sums is read, and the elements that it comes to are stored, by one thread.
+    unsafe {
+        if !NORMED {
+            thread::sync_threads();
+        }
         let quads = rows * cols / 4;
         let mut quad = thread::thread_idx_x();
         while quad < groups * quads {
@@ -159,6 +198,14 @@ pub unsafe fn multiply<
             while part < parts {
                 add(&mut total, shared::load_f32x4(at + part * warp_bytes));
                 part += 1;
+            }
+            if NORMED {
+                // Of 8 rows of 16 columns a lane finishes those of its row.
+                let mut i = 0;
+                while i < 4 {
+                    total[i] *= scale;
+                    i += 1;
+                }
             }
             let (row, col) = (first_row + row, first_col(group) + col);
             if row < dims.m && col < dims.n {
@@ -183,12 +230,12 @@ unsafe fn add_steps<
     const TILES: usize,
     const PIECES: usize,
     const UNROLL: usize,
+    const NORMED: bool,
     const GUARDED: bool,
 >(
-    a: &[*const T; FRAGMENTS],
+    (a, (norm, factor)): (&[*const T; FRAGMENTS], (&RowScale<'_, T>, f32)),
     b: &[*const T; PIECES],
-    from: u32,
-    k: u32,
+    (from, k): (u32, u32),
     sums: &mut [[[[f32; 4]; 2]; FRAGMENTS]; TILES],
 ) {
     let lane = thread::lane();
@@ -216,7 +263,9 @@ unsafe fn add_steps<
             if !GUARDED || at < k {
                 let mut i = 0;
                 while i < FRAGMENTS {
-                    pieces_a[h / 2][h % 2][i] = global::load_nc_x4(a[i].add(at as usize));
+                    let piece = global::load_nc_x4(a[i].add(at as usize));
+                    pieces_a[h / 2][h % 2][i] =
+                        if NORMED { T::pack(&norm.values(piece, factor, at as usize)) } else { piece };
                     i += 1;
                 }
             }

@@ -14,8 +14,9 @@
 //! | `swapped_wgmma` | of dozens to hundreds of rows by `wgmma`, which are the tile's columns | sm_90a |
 //!
 //! What they have in common: types that are multiplied ([`operand`], by tensor cores `multiplicand`, packed ones
-//! [`weight`]), what becomes of a sum ([`epilogue`]), weights that are brought to L2 before the kernel ahead has ended
-//! ([`early`]), and the consumers' side of the products by `wgmma` (`wgmma_consumers`).
+//! [`weight`]), rows that are normed (`row_scale`), what becomes of a sum ([`epilogue`]), weights that are brought to
+//! L2 before the kernel ahead has ended ([`early`]), and the consumers' side of the products by `wgmma`
+//! (`wgmma_consumers`).
 
 pub mod early;
 pub mod epilogue;
@@ -33,6 +34,8 @@ pub mod multiplicand;
 pub mod operand;
 #[cfg(not(lacks_mma_sync))]
 pub mod packed_walk;
+#[cfg(not(lacks_mma_sync))]
+pub mod row_scale;
 pub mod simt;
 #[cfg(not(lacks_wgmma))]
 pub mod split_k_wgmma;

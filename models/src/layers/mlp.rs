@@ -112,10 +112,15 @@ impl MlpBlock {
         rows: InPlace<'_>,
     ) -> Result<(), Error> {
         let InPlace { residual, gain, .. } = rows;
-        let Some([gate_up, down]) = &self.plans.holding(1)?.in_place else {
-            return Err(Error::invalid("Session", "layer", "plans for one token", "none"));
+        let Some([gate_up, down]) = &self.plans.holding(step.tokens)?.in_place else {
+            return Err(Error::invalid(
+                "Session",
+                "layer",
+                "plans for so few tokens",
+                step.tokens.to_string(),
+            ));
         };
-        let mut activated = self.activated.view_mut().slice(0, 0..1)?;
+        let mut activated = self.activated.view_mut().slice(0, 0..step.tokens)?;
         let x = (residual.as_view(), Some(gain));
         gate_up.run_fused(step.stream, &weights.gate_up, x, (activated.reborrow(), None))?;
         let out = (residual, Some(Residual::InPlace));

@@ -201,9 +201,9 @@ impl<'a> Phase<'a> {
     }
 
     /// Whether parts of a layer may work on the residual itself ([`MixerBlock::run_in_place`]), where kernels are: for
-    /// a single token, whose layer is as long as its launches are many. A rank of a group has sums to add up first.
+    /// few tokens, whose layer is as long as its launches are many. A rank of a group has sums to add up first.
     fn may_work_in_place(&self) -> bool {
-        self.tokens == 1
+        self.tokens <= RowNorm::MAX_ROWS
             && self.rank.is_none()
             && !self.is_invariant()
             && self.stream.device().limits().is_some()
@@ -302,11 +302,11 @@ impl Mixer {
 
 /// The residual that parts of a layer work on themselves: their first products norm it, and their last one adds to it.
 pub(super) struct InPlace<'a> {
-    /// `[1, hidden]`.
+    /// `[tokens, hidden]`.
     pub(super) residual: TensorViewMut<'a>,
     /// `[hidden]`.
     pub(super) gain: TensorView<'a>,
-    /// `[1, hidden]`: the residual behind its norm, of a part that [only adds](MixerBlock::adds_in_place).
+    /// `[tokens, hidden]`: the residual behind its norm, of a part that [only adds](MixerBlock::adds_in_place).
     pub(super) normed: Option<TensorView<'a>>,
 }
 

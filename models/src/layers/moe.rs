@@ -222,7 +222,7 @@ impl MoePlans {
             && device.limits().is_some();
         let few = is_few.then(|| fused(phase, (config, moe), Store::Replace)).flatten();
         let few = few.map(|experts| FewTokens::new(device, choice, experts)).transpose()?;
-        let adds = phase.may_work_in_place() && in_place.is_none();
+        let adds = phase.may_work_in_place() && in_place.is_none() && few.is_none();
         let added = MoeCombineProblem { store: Store::Add, ..combine };
         Ok(MoePlans {
             few,
@@ -309,7 +309,7 @@ impl MoeInPlace {
         (logits, choice): (MatmulProblem, MoeRouterProblem),
     ) -> Result<Option<Self>, Error> {
         let device = phase.stream.device();
-        if !phase.may_work_in_place() {
+        if phase.tokens > 1 || !phase.may_work_in_place() {
             return Ok(None);
         }
         let Some(experts) = fused(phase, (config, moe), Store::Add) else { return Ok(None) };

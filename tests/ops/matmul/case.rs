@@ -1,7 +1,8 @@
 //! A case of the matrix product: what it is made of, how a device computes it, what is expected of it.
 
 use abi::ops::matmul::{
-    AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_NORMED_VARIANTS, STREAM_VARIANTS,
+    VARIANTS, WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
@@ -117,10 +118,12 @@ pub(super) fn aligned() -> impl Strategy<Value = Case> {
     )
 }
 
-/// One row that is normed before it is multiplied. No element is so large that one which is rounded the other way
-/// leaves the naive error behind.
-pub(super) fn normed_row() -> impl Strategy<Value = Case> {
-    let sizes = (dims_from(1, &[8, 16, 64], 200), prop_oneof![4 => 16usize..140, 1 => 500usize..513]);
+/// Rows that are normed before they are multiplied, one half of the time, perhaps with something between them. No
+/// element is so large that one which is rounded the other way leaves the naive error behind.
+pub(super) fn normed_rows() -> impl Strategy<Value = Case> {
+    let k = prop_oneof![1 => 1usize..16, 8 => 16usize..140, 2 => 500usize..513];
+    let m = prop_oneof![Just(1), 2..=RowNorm::MAX_ROWS];
+    let sizes = (m, dims_from(1, &[8, 16, 64], 200), k, prop_oneof![Just(0usize), 1usize..5]);
     let norm = (
         prop_oneof![Just(1e-6f32), Just(0.5)],
         prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
@@ -128,10 +131,11 @@ pub(super) fn normed_row() -> impl Strategy<Value = Case> {
     let types = prop_oneof![Just(DType::BF16), Just(DType::F16)];
     let ends = (bias(), epilogue());
     (types, sizes, norm, ends, any::<u64>()).prop_map(
-        |(dtype, (n, k), (eps, weight), (bias, epilogue), seed)| {
-            let problem = drawn([1, n, 8 * k], (dtype, dtype), (bias, epilogue), seed);
+        |(dtype, (m, n, k, padding), (eps, weight), (bias, epilogue), seed)| {
+            let problem = drawn([m, n, 8 * k], (dtype, dtype), (bias, epilogue), seed);
             let norm = Some(RowNorm { eps, weight });
-            contiguous(MatmulProblem { norm, ..problem }, seed)
+            let between = Layout { padding: 8 * padding, offset: 0 };
+            Case { a_layout: between, ..contiguous(MatmulProblem { norm, ..problem }, seed) }
         },
     )
 }
@@ -460,16 +464,21 @@ pub(super) fn plan(
 
 /// Kernels of the operand and out types.
 pub(super) fn variants(problem: &MatmulProblem) -> impl Iterator<Item = &'static MatmulVariant> {
-    let MatmulProblem { dtype, out_dtype, precision, norm, .. } = *problem;
+    let MatmulProblem { m, dtype, out_dtype, precision, norm, .. } = *problem;
     VARIANTS
         .iter()
         .chain(AHEAD_VARIANTS)
+        .chain(STREAM_NORMED_VARIANTS)
         .chain(MMA_VARIANTS)
         .chain(STREAM_VARIANTS)
         .chain(WGMMA_VARIANTS)
         .filter(move |variant| (variant.dtype, variant.out_dtype) == (dtype, out_dtype))
         .filter(move |variant| precision == Precision::Tf32 || !variant.is_tf32())
-        .filter(move |variant| norm.is_none() || matches!(variant.tile, MatmulTile::Ahead { .. }))
+        .filter(move |variant| match variant.tile {
+            MatmulTile::Ahead { .. } => norm.is_none() || m == 1,
+            MatmulTile::StreamNormed { .. } => norm.is_some(),
+            _ => norm.is_none(),
+        })
 }
 
 /// The wanted kernels that can do the case.

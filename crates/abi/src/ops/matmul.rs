@@ -200,6 +200,15 @@ pub enum MatmulTile {
         /// Steps of 64 of k that a warp has in flight.
         unroll: u32,
     },
+    /// The same for rows that are normed, with eight lanes to a row of b.
+    StreamNormed {
+        /// Rows of a that are held against each piece of b.
+        rows: u32,
+        /// Columns of a warp.
+        cols: u32,
+        /// Steps of 64 of k that a warp has in flight.
+        unroll: u32,
+    },
     /// Hopper: persistent blocks of a warpgroup that loads and one for each 64 rows make tiles of `bm` rows and `bn`
     /// columns, [`WGMMA_ROW_BYTES`] of k at a time.
     Wgmma {
@@ -281,6 +290,8 @@ impl MatmulTile {
                 WARPS * rows * cols * 4
             }
             MatmulTile::Ahead { .. } => AHEAD_SUMS_BYTES + AHEAD_MAX_K * dtype.bytes() as u32,
+            // Sums, and a number for each warp.
+            MatmulTile::StreamNormed { rows, cols, .. } => WARPS * (rows * cols + 1) * 4,
             MatmulTile::Mma { bm, bn, .. } => MMA_STAGES * (bm + bn) * MMA_ROW_BYTES,
             // Stages, two boxes of 64 × 64 elements for each warpgroup that stores, two barriers a stage.
             MatmulTile::Wgmma { bm, bn, stages, .. } => {
@@ -293,12 +304,18 @@ impl MatmulTile {
         }
     }
 
+    /// Whether its kernels take the norm of rows.
+    pub const fn norms(self) -> bool {
+        matches!(self, MatmulTile::Ahead { .. } | MatmulTile::StreamNormed { .. })
+    }
+
     /// Threads of a block.
     pub const fn threads(self) -> u32 {
         match self {
             MatmulTile::Simt { .. }
             | MatmulTile::Gemv { .. }
             | MatmulTile::Ahead { .. }
+            | MatmulTile::StreamNormed { .. }
             | MatmulTile::Stream { .. } => THREADS,
             MatmulTile::Mma { threads, .. }
             | MatmulTile::Wgmma { threads, .. }
@@ -307,14 +324,13 @@ impl MatmulTile {
         }
     }
 
-    /// Blocks of one product, or clusters where there are such; `split_log2` counts for the `Gemv`, `Ahead` and
-    /// `Stream` tiles only.
+    /// Blocks of one product, or clusters where there are such; `split_log2` counts for tiles of few rows only.
     pub const fn blocks(self, m: u32, n: u32, split_log2: u32) -> u64 {
         let (rows, cols) = match self {
             MatmulTile::Simt { bm, bn, .. } => (bm, bn),
-            MatmulTile::Gemv { rows, cols, .. } | MatmulTile::Stream { rows, cols, .. } => {
-                (rows, cols * (WARPS >> split_log2))
-            }
+            MatmulTile::Gemv { rows, cols, .. }
+            | MatmulTile::Stream { rows, cols, .. }
+            | MatmulTile::StreamNormed { rows, cols, .. } => (rows, cols * (WARPS >> split_log2)),
             MatmulTile::Ahead { cols, .. } => (1, cols * (WARPS >> split_log2)),
             MatmulTile::Mma { bm, bn, .. } => (bm, bn),
             MatmulTile::Wgmma { bm, bn, cluster, shares_a: true, .. } => (bm, bn * cluster),
@@ -401,6 +417,17 @@ macro_rules! matmul_ahead_table {
             matmul_f16_f32__ahead__sm90a => f16, f32, F16, F32, Sm90a, Ahead { cols: 2, unroll: 4 };
             matmul_bf16__ahead__sm90a => bf16, bf16, BF16, BF16, Sm90a, Ahead { cols: 2, unroll: 4 };
             matmul_bf16_f32__ahead__sm90a => bf16, f32, BF16, F32, Sm90a, Ahead { cols: 2, unroll: 4 };
+        }
+    };
+}
+
+/// The same for the kernels of few rows that are normed. In f16 `a · gain` may be beyond the largest number, so these are
+/// of bf16.
+#[macro_export]
+macro_rules! matmul_stream_normed_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_bf16__streamnormed__sm80 => bf16, bf16, BF16, BF16, Sm80, StreamNormed { rows: 8, cols: 16, unroll: 2 };
         }
     };
 }
@@ -555,6 +582,8 @@ macro_rules! rows {
 pub const VARIANTS: &[MatmulVariant] = matmul_table!(rows);
 /// The same for the kernels of one row that read constant weights ahead.
 pub const AHEAD_VARIANTS: &[MatmulVariant] = matmul_ahead_table!(rows);
+/// The kernels of few rows that are normed.
+pub const STREAM_NORMED_VARIANTS: &[MatmulVariant] = matmul_stream_normed_table!(rows);
 /// The kernels of Ampere's tensor cores.
 pub const MMA_VARIANTS: &[MatmulVariant] = matmul_mma_table!(rows);
 /// The kernels of few rows on the tensor cores.

@@ -60,6 +60,7 @@ use crate::matmul::{
     epilogue::PLAIN,
     few_rows_mma, mma_sync,
     multiplicand::{Factor, Multiplicand},
+    row_scale::RowScale,
 };
 use crate::matmul::{
     epilogue::{Epilogue, rows_of_b},
@@ -304,8 +305,8 @@ unsafe fn streamed<
     // SAFETY: as in `tile`.
     unsafe {
         let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
-        few_rows_mma::multiply::<T, T, ROWS, LANES, FRAGMENTS, TILES, PIECES, UNROLL>(
-            |sorted| x_row(x, order, dims, sorted),
+        few_rows_mma::multiply::<T, T, ROWS, LANES, FRAGMENTS, TILES, PIECES, UNROLL, false>(
+            (|sorted| x_row(x, order, dims, sorted), RowScale::NONE),
             gated_rows(w, &own, how),
             (row, col_block),
             Epilogue::new(null(), null(), out, &own, how),

@@ -7,6 +7,7 @@
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::matmul::simt`] |
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `matmul::mma_sync` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `matmul::few_rows_mma` |
+//! | `StreamNormed` | few rows that are normed, from sm_80 on | as `Stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `matmul::wgmma` |
 //! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per tile shares k: `matmul::split_k_wgmma` |
 //! | `Swapped` | dozens to hundreds of rows, from sm_90a on | a block or a cluster per tile: `matmul::swapped_wgmma` |
@@ -24,7 +25,7 @@ mod packed_ahead;
 mod packed_wgmma;
 mod unpack;
 
-#[cfg(not(lacks_dependent_launch))]
+#[cfg(not(lacks_mma_sync))]
 use abi::ops::matmul::MatmulNorm;
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue, NEXT_MAY_START};
 #[cfg(not(lacks_wgmma))]
@@ -42,7 +43,7 @@ use crate::matmul::{early, few_rows_simt, simt};
 #[cfg(not(lacks_wgmma))]
 use crate::matmul::{early::Weights, fp8, split_k_wgmma, swapped_wgmma, wgmma};
 #[cfg(not(lacks_mma_sync))]
-use crate::matmul::{few_rows_mma, mma_sync};
+use crate::matmul::{few_rows_mma, mma_sync, row_scale::RowScale};
 
 /// Where this block's product finds its operands.
 #[derive(Clone, Copy)]
@@ -296,12 +297,61 @@ macro_rules! stream_entries {
                 { $cols * $lanes / 64 },
                 { $cols * $lanes / 32 },
                 $unroll,
-            >(simt::strided(x.a, x.dims), x.b_row(), place, end)
+                false,
+            >((simt::strided(x.a, x.dims), RowScale::NONE), x.b_row(), place, end)
         });)*
     };
 }
 #[cfg(not(lacks_mma_sync))]
 abi::matmul_stream_table!(stream_entries);
+
+#[cfg(not(lacks_mma_sync))]
+macro_rules! stream_normed_entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       StreamNormed { rows: $rows:literal, cols: $cols:literal, unroll: $unroll:literal };)*) => {
+        $(
+        /// Entry point; see the module and `abi::ops::matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `Matmul::run` checks them.
+        #[kernel(max_threads = 256, min_blocks = 2, waits)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            a: *const $type,
+            b: *const $type,
+            up: *const $type,
+            bias: *const $type,
+            residual: *const $out,
+            out: *mut $out,
+            dims: MatmulDims,
+            how: MatmulEpilogue,
+            gain: *const $type,
+            norm: MatmulNorm,
+        ) {
+            let end = Epilogue::new(bias, residual, out, &dims, &how);
+            let x = Operands::new(a, b, up, &dims, &how);
+            let place = few_rows_simt::place_of_block::<$rows>(x.dims);
+            // SAFETY: blocks of the tile's threads, a block per columns, its shared memory, and operands and gains in
+            // pieces — Matmul::run.
+            unsafe {
+                early::begin(x.b_row(), x.dims, place.1, $cols, few_rows_mma::early_bytes(x.dims), false);
+                few_rows_mma::multiply::<
+                    $type,
+                    $out,
+                    $rows,
+                    8,
+                    { $rows / 8 },
+                    { $cols / 8 },
+                    { $cols / 4 },
+                    $unroll,
+                    true,
+                >((simt::strided(x.a, x.dims), RowScale { gain, norm: &norm }), x.b_row(), place, end)
+            }
+        })*
+    };
+}
+#[cfg(not(lacks_mma_sync))]
+abi::matmul_stream_normed_table!(stream_normed_entries);
 
 /// Whether each step's sum is added by itself. The tensor cores cut sums off instead of rounding them, which over a
 /// long k adds up to more than a rounding of the whole: where out is f32. An out of 16 bits does not show it, nor do

@@ -54,9 +54,10 @@ pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
                 eps.to_string(),
             ));
         }
-        if batch != 1 || m > 1 {
+        if batch != 1 || m > RowNorm::MAX_ROWS {
             let got = format!("{batch} of {m} rows");
-            return Err(Error::invalid(OP, "problem", "one product of one row, beside a norm", got));
+            let expected = format!("one product of up to {} rows, beside a norm", RowNorm::MAX_ROWS);
+            return Err(Error::invalid(OP, "problem", expected, got));
         }
     }
     if !epilogue.scale.is_finite() {
@@ -127,7 +128,7 @@ impl Planned {
         if let Some(gain) = gain {
             let [] = at.elements("gain", gain, dtype, &[Some(k)])?;
             if stacked {
-                return at.refuse("a", "a matrix of one row, beside a norm", format!("{:?}", a.shape()));
+                return at.refuse("a", "a matrix, beside a norm", format!("{:?}", a.shape()));
             }
             is_constant &= gain.is_constant() && gain.address().is_multiple_of(16);
         }

@@ -84,23 +84,27 @@ fn products<T: FloatElement, O: FloatElement>(
     ((how, activation), norm): ((&MatmulEpilogue, Option<Activation>), Option<RowNorm>),
     (b, args): (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
 ) {
-    let (row, gain) = (args.a, args.gain);
-    let a = row.host_slice::<T>();
+    let (rows, gain) = (args.a, args.gain);
+    let a = rows.host_slice::<T>();
     if let (Some(norm), Some(gain)) = (norm, gain) {
-        // Of one row.
-        let elements = a.len();
-        return with_buffer(&NORMED, elements, |buffer| {
-            let normed = &mut bytemuck::cast_slice_mut::<f32, T>(buffer)[..elements];
-            by_best(NormedRow {
-                from: Some(a),
-                weight: gain.host_slice::<T>(),
-                weight_offset: norm.weight.offset(),
-                inv_cols: 1.0 / elements as f32,
-                eps: norm.eps,
-                gate: None,
-                to: normed,
-            });
-            all_products::<T, O>(batch, dims, (how, activation), normed, (b, args));
+        // One after the other, whatever the stride.
+        let (of_launch, few) = dims;
+        let (m, k) = (of_launch.m as usize, of_launch.k as usize);
+        return with_buffer(&NORMED, m * k, |buffer| {
+            let normed = &mut bytemuck::cast_slice_mut::<f32, T>(buffer)[..m * k];
+            for (row, to) in normed.chunks_exact_mut(k.max(1)).enumerate() {
+                by_best(NormedRow {
+                    from: Some(&a[row * of_launch.a_stride as usize..][..k]),
+                    weight: gain.host_slice::<T>(),
+                    weight_offset: norm.weight.offset(),
+                    inv_cols: 1.0 / k as f32,
+                    eps: norm.eps,
+                    gate: None,
+                    to,
+                });
+            }
+            let dims = MatmulDims { a_stride: of_launch.k, ..*of_launch };
+            all_products::<T, O>(batch, (&dims, few), (how, activation), normed, (b, args));
         });
     }
     all_products::<T, O>(batch, dims, (how, activation), a, (b, args));

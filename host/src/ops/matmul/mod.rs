@@ -113,14 +113,19 @@ pub enum Precision {
     Tf32,
 }
 
-/// The RMS norm of a row of a, before it is multiplied: `a · rsqrt(mean(a²) + eps) · gain`, rounded to its type, as by
-/// [`RmsNorm`](crate::ops::rmsnorm::RmsNorm).
+/// The RMS norm of rows of a, before they are multiplied: `a · rsqrt(mean(a²) + eps) · gain`, as by
+/// [`RmsNorm`](crate::ops::rmsnorm::RmsNorm). What is rounded to a's type is that, or `a · gain`, or nothing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowNorm {
     /// Added to the mean of the squares, inside the root.
     pub eps: f32,
     /// What the gain is.
     pub weight: NormWeight,
+}
+
+impl RowNorm {
+    /// Most rows that a product norms.
+    pub const MAX_ROWS: usize = 8;
 }
 
 /// What may become of the rows that are multiplied with packed weights of fp8.
@@ -170,7 +175,7 @@ pub struct MatmulProblem {
     pub weight: Option<Layout>,
     /// What may become of a.
     pub activations: Activations,
-    /// The norm of a single row of a; none if a is multiplied as it is.
+    /// The norm of the rows of a, [`RowNorm::MAX_ROWS`] at most; none if a is multiplied as it is.
     pub norm: Option<RowNorm>,
 }
 
@@ -355,12 +360,18 @@ impl Views for Residual<'_> {
 /// 2020). The sums never go through memory. |x| times 2^-22 is the most by which the activation of x errs, as a sum
 /// errs that is x; what it makes of large negative x may be 0 below 2^-126.
 ///
-/// With a [`RowNorm`] the row of a is normed first, a decode step's norm and product in one launch: of one row. A card
-/// does it from Hopper on, for f16 and bf16. A plain b has to be small enough to be loaded whole before the kernel
-/// ahead has ended (Qwen3-0.6B's layers: 1024 × 6144), and is taken as a [constant](crate::Constant) at multiples of 16
-/// bytes, which a packed one always is; that is of 4 or 8 bits, and a row has up to 6144 elements, a multiple of 8. The
-/// gain is a constant at multiples of 16 bytes too. The CPU does it in any case. `supports` says so;
-/// [`RmsNorm`](crate::ops::rmsnorm::RmsNorm) before the product is for all else.
+/// With a [`RowNorm`] the rows of a are normed first, a decode step's norm and product in one launch. Cards do it where
+/// addresses, strides and k are multiples of 16 bytes:
+///
+/// - one row from Hopper on, in f16 and bf16. A plain b has to be small enough to be loaded whole before the kernel
+///   ahead has ended (Qwen3-0.6B's layers: 1024 × 6144), and is taken as a [constant](crate::Constant), which a packed
+///   one always is; that is of 4 or 8 bits, and a row has up to 6144 elements. The gain is a constant too;
+/// - up to 8 rows from sm_80 on, in bf16 with a plain b that is as small. A mean of squares that f32 does not hold is no
+///   obstacle, but of others out may be infinite or NaN where `Σ|a · gain · b|`, before the norm's scale, is more than
+///   3.4e38.
+///
+/// The CPU does it in any case. `supports` says so; [`RmsNorm`](crate::ops::rmsnorm::RmsNorm) before the product is for
+/// all else.
 ///
 /// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.
 ///
@@ -374,7 +385,8 @@ impl Views for Residual<'_> {
 /// rows, and more. Few are up to 64, on Hopper up to 16; and there is a kind for up to 128 where tiles of 64 × 64 are
 /// at most three to eight multiprocessors and k is at least 1024, or tiles of 64 × 128 one to four (of more than 64
 /// rows, one to three) and k is at least 4096. Else: up to 16 rows, and more, which for tf32 are two kinds where the
-/// addresses differ in that. Among the products of one kind a row's result depends on that row alone, not on the
+/// addresses differ in that. Rows that are normed are of two kinds more, one row and up to 8 as planned. Among the
+/// products of one kind a row's result depends on that row alone, not on the
 /// others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits
 /// from the same one alone, since the planned number decides how many warps share a sum. Under
 /// [`Invariance::Batch`] there is one kernel for any number of rows, of plain and of packed

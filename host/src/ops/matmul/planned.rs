@@ -24,6 +24,8 @@ pub(super) enum Backend {
         /// The kernel of one row with constant b, if there is one.
         ahead: Option<(&'static MatmulVariant, Entry)>,
     },
+    /// Rows that are normed.
+    Normed(MatmulChoice, Entry),
     /// With a packed weight.
     Packed(Box<PackedKernels>),
     /// Of int8 by int8.
@@ -84,15 +86,7 @@ impl Rung for Planned {
             return Self::with_packed(device, problem, choices);
         }
         if problem.norm.is_some() {
-            let variant = normed(&limits, &problem)?;
-            return Self::new(
-                device,
-                problem,
-                select(&limits, &problem)?,
-                Vec::new(),
-                usize::MAX,
-                Some(variant),
-            );
+            return Self::normed(device, problem, normed(&limits, &problem)?);
         }
         let tensor = select::tensor(&limits, &problem);
         let from = select::tensor_min_rows(problem.dtype);
@@ -114,10 +108,14 @@ impl Rung for Planned {
             return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
-        if problem.norm.is_some() && !matches!(variant.tile, MatmulTile::Ahead { .. }) {
-            return Err(Error::invalid(OP, "variant", "one that norms its row", variant.entry));
-        }
         match variant.tile {
+            _ if problem.norm.is_some() => {
+                select::check_norms(&problem, variant.tile)?;
+                Self::normed(device, problem, choice)
+            }
+            MatmulTile::StreamNormed { .. } => {
+                Err(Error::invalid(OP, "problem", "a norm of the rows, as the kernel has it", "none"))
+            }
             MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } => {
                 Self::new(device, problem, vec![choice], Vec::new(), 0, None)
             }
@@ -157,6 +155,16 @@ impl Rung for Planned {
         match &self.backend {
             // No rows or columns: nothing is launched.
             Backend::Packed(_) if dims.m == 0 || dims.n == 0 => Ok(()),
+            Backend::Normed(choice, entry) => {
+                let gain = args.gain.is_some_and(|gain| gain.address().is_multiple_of(16));
+                let ahead = matches!(choice.variant.tile, MatmulTile::Ahead { .. });
+                let is_constant = dims.access & B_IS_CONSTANT != 0;
+                if !gain || !in_pieces(&dims, dtype) || ahead && !is_constant {
+                    return self.refuse_unnormed(&at, &dims);
+                }
+                dims.split_log2 = choice.split_log2;
+                self.launch(stream, choice.variant, entry, batch, (&args, b), (dims, &how))
+            }
             Backend::Packed(kernels) => {
                 let Some(weight) = weight else {
                     return at.refuse("b", "a packed weight, as planned", "a matrix");
@@ -187,9 +195,6 @@ impl Rung for Planned {
                 {
                     dims.split_log2 = kernels.first().map_or(0, |(choice, _)| choice.split_log2);
                     return self.launch(stream, variant, entry, batch, (&args, b), (dims, &how));
-                }
-                if self.problem.norm.is_some() {
-                    return self.refuse_unnormed(&at, &dims);
                 }
                 if rows >= *tensor_from
                     && let Some((variant, entry)) = self.fastest(tensor, batch, &dims)
@@ -263,6 +268,11 @@ impl Rung for Planned {
                 let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
                 OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
+            Backend::Normed(choice, entry) => {
+                let tile = choice.variant.tile;
+                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
             Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
                 let tile = choice.variant.tile;
                 let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
@@ -305,6 +315,12 @@ impl Planned {
         let ahead = ahead.map(|variant| Ok::<_, Error>((variant, load(variant)?))).transpose()?;
         let backend = Backend::Cuda { kernels, tensor, tensor_from, ahead };
         Ok(Planned { device: device.clone(), problem, backend })
+    }
+
+    fn normed(device: &Device, problem: MatmulProblem, choice: MatmulChoice) -> Result<Self, Error> {
+        let MatmulVariant { entry, tile, .. } = *choice.variant;
+        let entry = device.entry(OP, entry, tile.smem_bytes(problem.dtype))?;
+        Ok(Planned { device: device.clone(), problem, backend: Backend::Normed(choice, entry) })
     }
 
     pub(super) fn with_packed(
@@ -440,11 +456,7 @@ impl Planned {
             args.gain.into(),
             (&norm).into(),
         ];
-        // The others norm nothing.
-        let params = match variant.tile {
-            MatmulTile::Ahead { .. } => &params[..],
-            _ => &params[..8],
-        };
+        let params = if variant.tile.norms() { &params[..] } else { &params[..8] };
         // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which
         // `fastest` looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit;
         // shared memory is the tile's.
@@ -467,11 +479,8 @@ impl Planned {
                 return at.refuse(name, "a view at multiples of 16 bytes, beside a norm", "another");
             }
         }
-        at.refuse(
-            "b",
-            "a constant beside a norm, and a gain that is one, at multiples of 16 bytes",
-            "another",
-        )
+        let expected = "one at a multiple of 16 bytes, and of a single row a constant, as is b";
+        at.refuse("gain", expected, "another")
     }
 }
 
@@ -483,9 +492,9 @@ fn refuse_norm(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
     Ok(())
 }
 
-/// The kernel that norms the row it multiplies.
-fn normed(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<&'static MatmulVariant, Error> {
-    select::ahead(limits, problem).ok_or_else(|| no_norm(limits, problem))
+/// The kernel that norms the rows it multiplies.
+fn normed(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<MatmulChoice, Error> {
+    select::normed(limits, problem)?.ok_or_else(|| no_norm(limits, problem))
 }
 
 /// The kernel that norms the row it multiplies with a packed weight, and no other.
@@ -495,7 +504,7 @@ fn packed_normed(
     layout: &Layout,
 ) -> Result<PackedChoices, Error> {
     let choices = select_packed(limits, problem, layout);
-    if choices.ahead.is_none() {
+    if choices.ahead.is_none() || problem.m > 1 {
         return Err(no_norm(limits, problem));
     }
     Ok(PackedChoices { simt: Vec::new(), mma: Vec::new(), dense_from: None, ..choices })
@@ -503,9 +512,9 @@ fn packed_normed(
 
 fn no_norm(limits: &DeviceLimits, problem: &MatmulProblem) -> Error {
     let expected = "without a norm, which this device or problem has no kernel for";
-    let MatmulProblem { k, dtype, weight, .. } = problem;
+    let MatmulProblem { m, k, dtype, weight, .. } = problem;
     let packed = weight.map(|layout| format!(" by {layout:?}")).unwrap_or_default();
-    let got = format!("[1, {k}] · [{}, {k}]ᵀ {dtype}{packed} on {}", problem.b_rows(), limits.floor);
+    let got = format!("[{m}, {k}] · [{}, {k}]ᵀ {dtype}{packed} on {}", problem.b_rows(), limits.floor);
     Error::invalid(OP, "problem", expected, got)
 }
 

@@ -2,12 +2,13 @@
 
 use abi::ops::matmul::{
     AHEAD_MAX_K, AHEAD_MAX_NORMED, AHEAD_VARIANTS, MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant,
-    NEXT_MAY_START, STREAM_BK, STREAM_VARIANTS, VARIANTS, WARPS, WGMMA_ROW_BYTES, WGMMA_VARIANTS,
+    NEXT_MAY_START, STREAM_BK, STREAM_NORMED_VARIANTS, STREAM_VARIANTS, VARIANTS, WARPS, WGMMA_ROW_BYTES,
+    WGMMA_VARIANTS,
 };
 use abi::{DType, Need};
 
 use super::tuning::{self, keeps_out};
-use super::{MatmulProblem, OP, Precision};
+use super::{MatmulProblem, OP, Precision, RowNorm};
 use crate::device::DeviceLimits;
 use crate::error::Error;
 
@@ -155,9 +156,14 @@ impl MatmulChoice {
         if variant.is_tf32() && precision == Precision::Full {
             return Err(Error::invalid(OP, "variant", "one of full precision", "tf32"));
         }
-        let split_log2 = split_log2(limits, n.saturating_mul(batch), k, dtype);
+        let columns = n.saturating_mul(batch);
+        let split_log2 = match variant.tile {
+            MatmulTile::StreamNormed { .. } => stream_split_log2(limits.num_sms, columns, k),
+            _ => split_log2(limits, columns, k, dtype),
+        };
         // A block has both columns of a pair, the gate's and up's.
-        let split_log2 = if problem.is_gated() { split_log2.min(GATED_MAX_SPLIT_LOG2) } else { split_log2 };
+        let splits_pairs = problem.is_gated() && !matches!(variant.tile, MatmulTile::StreamNormed { .. });
+        let split_log2 = if splits_pairs { split_log2.min(GATED_MAX_SPLIT_LOG2) } else { split_log2 };
         check_blocks(OP, variant.tile, split_log2, m, n)?;
         Ok(MatmulChoice { variant, max_rows: usize::MAX, split_log2, why: "asked for".into() })
     }
@@ -222,6 +228,42 @@ pub(super) fn ahead(limits: &DeviceLimits, problem: &MatmulProblem) -> Option<&'
             && wanted.contains(&variant.tile.blocks(1, n as u32, split))
     };
     AHEAD_VARIANTS.iter().find(fits)
+}
+
+/// The kernel of a problem with a norm, if it pays: of one row that which reads ahead, of more the tensor cores', where
+/// its blocks are all there at once and each warp has no more than two turns. Longer ones are bound by instructions then,
+/// and take longer than with a norm before.
+pub(super) fn normed(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Option<MatmulChoice>, Error> {
+    let MatmulProblem { m, k, dtype, out_dtype, .. } = *problem;
+    let turns = 2 * STREAM_BK as usize;
+    let fits = |variant: &&MatmulVariant| {
+        let split = stream_split_log2(limits.num_sms, problem.b_rows(), k);
+        (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
+            && limits.floor.runs(variant.floor)
+            && k <= turns << split
+            && variant.tile.blocks(m as u32, problem.b_rows() as u32, split) <= u64::from(2 * limits.num_sms)
+    };
+    let (variant, why) = if m <= 1 {
+        (ahead(limits, problem), "one row: b is loaded before the kernel ahead has ended")
+    } else {
+        (STREAM_NORMED_VARIANTS.iter().find(fits), "few rows, normed beside the product")
+    };
+    let choice =
+        |variant| Ok(MatmulChoice { why: why.into(), ..MatmulChoice::forced(limits, variant, problem)? });
+    variant.map(choice).transpose()
+}
+
+/// Whether a kernel norms the rows of a problem; an error if it does not.
+pub(super) fn check_norms(problem: &MatmulProblem, tile: MatmulTile) -> Result<(), Error> {
+    let rows = match tile {
+        MatmulTile::Ahead { .. } => 1,
+        MatmulTile::StreamNormed { .. } => RowNorm::MAX_ROWS,
+        _ => 0,
+    };
+    if problem.m.max(1) <= rows {
+        return Ok(());
+    }
+    Err(Error::invalid(OP, "variant", format!("one that norms {} rows", problem.m), format!("{tile:?}")))
 }
 
 /// Longest row that the kernel that reads ahead takes.
@@ -341,7 +383,7 @@ pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sm
         MatmulTile::Gemv { rows: 1, .. } => 4,
         // It says so behind its loads, and leaves room for one of the next.
         MatmulTile::Ahead { .. } => return NEXT_MAY_START,
-        MatmulTile::Stream { rows: ..=16, .. } => 2,
+        MatmulTile::Stream { rows: ..=16, .. } | MatmulTile::StreamNormed { .. } => 2,
         MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } if tile.smem_bytes(dtype) > HALF_OF_SMEM => 1,
         _ => return 0,
     };

@@ -63,6 +63,32 @@ fn what_is_read_ahead() {
     assert_eq!(ahead(&hopper, &gated).map(|variant| variant.entry), Some("matmul_f16__ahead__sm90a"));
 }
 
+/// Several rows are normed within a product whose blocks are all there at once, each warp in two turns.
+#[test]
+fn what_is_normed() {
+    let hopper = DeviceLimits { floor: Arch::Sm90a, ..H200 };
+    let ampere = DeviceLimits { floor: Arch::Sm80, ..H200 };
+    let entry = |limits: &DeviceLimits, m, [n, k]: [usize; 2], dtype| {
+        let norm = Some(RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+        let problem = MatmulProblem { norm, ..MatmulProblem::new(m, n, k, dtype) };
+        normed(limits, &problem).unwrap().map(|choice| choice.variant.entry)
+    };
+    let (several, one) = ("matmul_bf16__streamnormed__sm80", "matmul_bf16__ahead__sm90a");
+    // Qwen3-0.6B's q, k and v, and gate and up; Qwen3-4B's.
+    for (m, sizes, wanted) in [
+        (2, [4096, 1024], Some(several)),
+        (8, [6144, 1024], Some(several)),
+        (1, [4096, 1024], Some(one)),
+        (8, [6144, 2560], None),
+        (8, [19456, 2560], None),
+    ] {
+        assert_eq!(entry(&hopper, m, sizes, DType::BF16), wanted, "{m} × {sizes:?}");
+        assert_eq!(entry(&ampere, m, sizes, DType::BF16), wanted.filter(|_| m > 1), "{m} × {sizes:?}");
+        let of_f16 = entry(&hopper, m, sizes, DType::F16);
+        assert_eq!(of_f16, wanted.filter(|_| m == 1).map(|_| "matmul_f16__ahead__sm90a"), "{m} × {sizes:?}");
+    }
+}
+
 #[test]
 fn every_type_has_every_tile() {
     for dtype in DType::FLOATS {
