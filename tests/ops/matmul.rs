@@ -304,9 +304,35 @@ pub fn nothing() -> Result<(), TestCaseError> {
             }
         }
     }
+    nothing_normed().map_err(fail)?;
     expect_loaded(abi::ops::entries("matmul").filter(|entry| of_matrices(entry)))?;
     fp8::nothing()?;
     packed::nothing()
+}
+
+/// The same of rows of ones that are normed, by gains of one: each stays what it is.
+fn nothing_normed() -> Result<(), Error> {
+    let norm = Some(RowNorm { eps: 0.0, weight: NormWeight::Plain });
+    let (k, dtype) = (8, DType::BF16);
+    for device in devices() {
+        let stream = device.stream()?;
+        let ones =
+            |shape: &[usize]| Tensor::from_slice(&stream, shape, &vec![bf16::ONE; shape.iter().product()]);
+        let gain = Constant::new(ones(&[k])?, &stream)?;
+        for (m, n) in [0, 1, RowNorm::MAX_ROWS].into_iter().flat_map(|m| [0, 1, 70].map(|n| (m, n))) {
+            let problem = MatmulProblem { norm, ..plain([m, n, k], dtype) };
+            let (a, b) = (ones(&[m, k])?, Constant::new(ones(&[n, k])?, &stream)?);
+            for variant in variants(&problem).filter(|variant| runs(&device, variant.floor)) {
+                let plan = Matmul::plan_with(&device, problem, variant)?;
+                let mut out = Tensor::empty(&stream, &[m, n], dtype)?;
+                let args = MatmulArgs::new(a.view(), b.view(), out.view_mut());
+                plan.run(&stream, MatmulArgs { gain: Some(gain.view()), ..args })?;
+                let want = vec![bf16::from_f32(k as f32); m * n];
+                assert_eq!(out.to_vec::<bf16>(&stream)?, want, "{} {m} {n} on {device:?}", variant.entry);
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Each activation, by itself and as a gate, at the end of each kernel; in the simulator on the oldest card that has
@@ -328,14 +354,17 @@ fn every_activation() -> Result<(), TestCaseError> {
             let bias = if residual { Bias::None } else { Bias::PerColumn };
             for (dtype, out_dtype, precision) in types {
                 let epilogue = Epilogue { scale: 1.5, act, residual };
-                let plain = plain([18, 72, 64], dtype);
-                let problem = MatmulProblem { out_dtype, precision, bias, epilogue, ..plain };
+                let plain =
+                    MatmulProblem { out_dtype, precision, bias, epilogue, ..plain([18, 72, 64], dtype) };
+                let norm = Some(RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+                let normed = MatmulProblem { m: RowNorm::MAX_ROWS, norm, ..plain };
                 let done = RefCell::new(BTreeSet::new());
                 let first = |entry: &str| {
                     missing.borrow_mut().remove(entry);
                     done.borrow_mut().insert(entry.to_owned())
                 };
-                for arch in Arch::ALL {
+                for (arch, problem) in Arch::ALL.into_iter().flat_map(|arch| [(arch, plain), (arch, normed)])
+                {
                     let (simulated, real): (Vec<Device>, Vec<Device>) =
                         cards_of(arch).into_iter().partition(is_simulated);
                     run_variants(&simulated, &contiguous(problem, 7), &first)?;
