@@ -64,8 +64,10 @@ macro_rules! operators {
 
         /// The names of a family's kernels; none for an unknown family.
         pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
-            let all = core::iter::empty()
-                $($(.chain($op::$table.iter().map(|variant| ($name, variant.entry))))*)*;
+            // Those of an operator together: one chain of all is a type too deep for the compiler.
+            let all = core::iter::empty()$(.chain(
+                core::iter::empty()$(.chain($op::$table.iter().map(|variant| ($name, variant.entry))))*
+            ))*;
             all.filter(move |(name, _)| *name == family).map(|(_, entry)| entry)
         }
     };
