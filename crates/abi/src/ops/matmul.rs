@@ -421,8 +421,8 @@ macro_rules! matmul_ahead_table {
     };
 }
 
-/// The same for the kernels of few rows that are normed. In f16 `a · gain` may be beyond the largest number, so these are
-/// of bf16.
+/// The same for the kernels of few rows that are normed. In f16 `a · gain` may be beyond the largest number, so these
+/// are of bf16.
 #[macro_export]
 macro_rules! matmul_stream_normed_table {
     ($callback:ident) => {
