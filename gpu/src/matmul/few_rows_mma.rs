@@ -183,7 +183,8 @@ pub unsafe fn multiply<
             thread::sync_threads();
         }
     }
-    // SAFETY: behind the barrier each quad of sums is read, and the elements that it comes to are stored, by one thread.
+    // SAFETY: behind the barrier each quad of sums is read, and the elements that it comes to are stored, by one
+    // thread.
     unsafe {
         if !NORMED {
             thread::sync_threads();

@@ -11,9 +11,9 @@
 //! ```
 //!
 //! All loads are issued before the first use: 2 × 16 bytes per thread and 2048 threads per SM are the 48 KiB in flight
-//! that Hopper's memory needs. The gains come to L2 before the kernel ahead has ended, since a model's step finds them in
-//! memory, and where a thread has one piece to its registers beside the row. The choice depends on the row's length only, so a row's result does not depend on how
-//! many rows there are.
+//! that Hopper's memory needs. The gains come to L2 before the kernel ahead has ended, since a model's step finds them
+//! in memory, and where a thread has one piece to its registers beside the row. The choice depends on the row's length
+//! only, so a row's result does not depend on how many rows there are.
 //!
 //! A row whose squares do not fit f32 is multiplied by a power of two, and they are added up once more (`abi::range`).
 

@@ -366,9 +366,9 @@ impl Views for Residual<'_> {
 /// - one row from Hopper on, in f16 and bf16. A plain b has to be small enough to be loaded whole before the kernel
 ///   ahead has ended (Qwen3-0.6B's layers: 1024 × 6144), and is taken as a [constant](crate::Constant), which a packed
 ///   one always is; that is of 4 or 8 bits, and a row has up to 6144 elements. The gain is a constant too;
-/// - up to 8 rows from sm_80 on, in bf16 with a plain b that is as small. A mean of squares that f32 does not hold is no
-///   obstacle, but of others out may be infinite or NaN where `Σ|a · gain · b|`, before the norm's scale, is more than
-///   3.4e38.
+/// - up to 8 rows from sm_80 on, in bf16 with a plain b that is as small. A mean of squares that f32 does not hold is
+///   no obstacle, but of others out may be infinite or NaN where `Σ|a · gain · b|`, before the norm's scale, is more
+///   than 3.4e38.
 ///
 /// The CPU does it in any case. `supports` says so; [`RmsNorm`](crate::ops::rmsnorm::RmsNorm) before the product is for
 /// all else.

@@ -231,8 +231,8 @@ pub(super) fn ahead(limits: &DeviceLimits, problem: &MatmulProblem) -> Option<&'
 }
 
 /// The kernel of a problem with a norm, if it pays: of one row that which reads ahead, of more the tensor cores', where
-/// its blocks are all there at once and each warp has no more than two turns. Longer ones are bound by instructions then,
-/// and take longer than with a norm before.
+/// its blocks are all there at once and each warp has no more than two turns. Longer ones are bound by instructions
+/// then, and take longer than with a norm before.
 pub(super) fn normed(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Option<MatmulChoice>, Error> {
     let MatmulProblem { m, k, dtype, out_dtype, .. } = *problem;
     let turns = 2 * STREAM_BK as usize;
