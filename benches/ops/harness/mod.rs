@@ -81,7 +81,7 @@ pub struct Options {
     /// Only each so many-th case.
     #[arg(long, default_value_t = NonZero::<usize>::MIN)]
     every: NonZero<usize>,
-    /// Times this kernel of a product or of attention, and not the one that a plan chooses.
+    /// Times this kernel of a product, of attention or of RMSNorm, and not the one that a plan chooses.
     #[arg(long)]
     kernel: Option<String>,
     /// What `cargo bench` passes; no effect.
