@@ -19,12 +19,13 @@
 //! zero even, where inputs are so coarse that the naive formula's sums are exact and those of another order are not. So
 //! the maximum then includes `2⁻²⁴ · √roundings`, the error to be expected of that many f32 roundings with random signs
 //! (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). In f16 and bf16 it is far below
-//! an ulp. Where the terms of a sum are rounded to the storage type themselves, as attention's weights are for tensor
-//! cores, the naive formula does not do so; the maximum then includes half of the most that comes of it, `½ · 2⁻ᵖ` with
-//! p bits of precision.
+//! an ulp. The same where results are many, but their errors come from few roundings that they share
+//! ([`Tolerance::independent`]). Where the terms of a sum are rounded to the storage type themselves, as attention's
+//! weights are for tensor cores, the naive formula does not do so; the maximum then includes half of the most that
+//! comes of it, `½ · 2⁻ᵖ` with p bits of precision.
 //!
-//! From [`RMS_FROM`] elements on, the root mean square over all elements is bounded too, which catches a result that is
-//! a little wrong everywhere:
+//! From [`RMS_FROM`] elements on whose errors are independent, the root mean square over all elements is bounded too,
+//! which catches a result that is a little wrong everywhere:
 //!
 //! ```text
 //! rms(|got − reference| / m) ≤ 2 · rms(e) + ½ · rms(ulp(reference) / m)
@@ -80,6 +81,8 @@ pub struct Tolerance<'a> {
     pub scale: Scale<'a>,
     /// f32 roundings in the longest chain of the formula: terms of a sum, steps of an elementwise expression.
     pub roundings: usize,
+    /// How many of the errors are independent of each other, where results share some of theirs; by default all.
+    pub independent: usize,
     /// The type, if it is not f32, that a factor of a sum's terms is rounded to on the way.
     pub terms: Option<DType>,
     /// If the formula has sums in f32: for each element the largest that the sizes of one's terms add up to. By default
@@ -102,6 +105,7 @@ impl<'a> Tolerance<'a> {
             dtype,
             scale,
             roundings,
+            independent: usize::MAX,
             terms: None,
             on_the_way,
             activated: None,
@@ -296,7 +300,8 @@ pub fn check_within_naive(
 ) -> Result<Agreement, Mismatch> {
     same_length("got", got.len(), reference.len())?;
     same_length("naive", naive.len(), reference.len())?;
-    let &Tolerance { dtype, roundings, terms, on_the_way, activated, factor, ulps, .. } = tolerance;
+    let &Tolerance { dtype, roundings, independent, terms, on_the_way, activated, factor, ulps, .. } =
+        tolerance;
     let magnitude = magnitudes(reference, tolerance)?;
     if let Some(sums) = on_the_way {
         same_length("on_the_way", sums.len(), reference.len())?;
@@ -329,7 +334,7 @@ pub fn check_within_naive(
         let (got, expected, naive) = (got[index], reference[index], naive[index]);
         let alike = &largest[bin(m) - 1..=bin(m) + 1];
         let sample: usize = alike.iter().map(|(sample, _)| sample.len()).sum();
-        let least = if sample < SAMPLE { chance } else { 0.0 };
+        let least = if sample.min(independent) < SAMPLE { chance } else { 0.0 };
         let naive_error = alike.iter().fold(least, |most, (_, error)| most.max(*error));
         let allowed = factor * naive_error * m + ulps * ulp(dtype, expected);
         let error = if same_kind(got, expected) { 0.0 } else { (got - expected).abs() };
@@ -375,7 +380,7 @@ pub fn check_within_naive(
         let (worst, first) = (Box::new(worst), Box::new(first));
         return Err(Mismatch::OutOfBound { count: failures, total: reference.len(), worst, first });
     }
-    if count >= RMS_FROM {
+    if independent.min(count) >= RMS_FROM {
         let rms = |sum: f64| (sum / count as f64).sqrt();
         let allowed = factor * rms(sum_naive) + ulps / 4.0 * rms(sum_ulp);
         if rms(sum_got) > allowed {
