@@ -1,9 +1,13 @@
 //! What the matrix product refuses, and how it says so.
 
+use std::sync::Arc;
+
 use abi::ops::matmul::VARIANTS;
+use testkit::simulator::Card;
 use warpforge::ops::glu::Activation;
-use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual};
-use warpforge::{DType, Error, Tensor, TensorView, TensorViewMut};
+use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual, RowNorm};
+use warpforge::ops::rmsnorm::NormWeight;
+use warpforge::{Arch, Constant, DType, Device, Error, Tensor, TensorView, TensorViewMut};
 
 use super::case::plain;
 use crate::harness::devices;
@@ -190,4 +194,39 @@ fn bad_input() -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// A norm of a single row is of the kernel that reads weights ahead: what is no constant is refused by its name.
+#[test]
+fn normed_row_by_variables() -> Result<(), Error> {
+    let (dtype, [n, k]) = (DType::BF16, [16, 64]);
+    let device = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
+    let stream = device.stream()?;
+    let variable = |shape: &[usize]| Tensor::zeros(&stream, shape, dtype);
+    let constant = |shape: &[usize]| Constant::new(variable(shape)?, &stream);
+    let norm = Some(RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+    let (a, b, gain) = (variable(&[1, k])?, variable(&[n, k])?, variable(&[k])?);
+    let [constant_b, constant_gain] = [constant(&[n, k])?, constant(&[k])?];
+    let run = |act, b: TensorView<'_>, up, gain| {
+        let epilogue = Epilogue { act, ..Epilogue::NONE };
+        let problem = MatmulProblem { norm, epilogue, ..MatmulProblem::new(1, n, k, dtype) };
+        let mut out = variable(&[1, n])?;
+        let args = MatmulArgs { up, gain: Some(gain), ..MatmulArgs::new(a.view(), b, out.view_mut()) };
+        Matmul::plan(&device, problem)?.run(&stream, args)
+    };
+    let gated = Act::Gated(Activation::Silu);
+    let message = |result: Result<(), Error>| result.unwrap_err().to_string();
+    assert_eq!(
+        message(run(Act::None, b.view(), None, constant_gain.view())),
+        "matmul: b: expected a constant, beside a norm of a single row, got another"
+    );
+    assert_eq!(
+        message(run(gated, constant_b.view(), Some(b.view()), constant_gain.view())),
+        "matmul: up: expected a constant, beside a norm of a single row, got another"
+    );
+    let expected = "matmul: gain: expected one at a multiple of 16 bytes, and of a single row a constant";
+    let of_gain = message(run(Act::None, constant_b.view(), None, gain.view()));
+    assert!(of_gain.starts_with(expected), "{of_gain}");
+    run(Act::None, constant_b.view(), None, constant_gain.view())?;
+    run(gated, constant_b.view(), Some(constant_b.view()), constant_gain.view())
 }

@@ -159,8 +159,12 @@ impl Rung for Planned {
                 let gain = args.gain.is_some_and(|gain| gain.address().is_multiple_of(16));
                 let ahead = matches!(choice.variant.tile, MatmulTile::Ahead { .. });
                 let is_constant = dims.access & B_IS_CONSTANT != 0;
-                if ahead && in_pieces(&dims, dtype) && !b.is_constant() {
-                    return at.refuse("b", "a constant, beside a norm of a single row", "another");
+                if ahead && in_pieces(&dims, dtype) {
+                    for (name, given) in [("b", Some(b)), ("up", args.up)] {
+                        if given.is_some_and(|given| !given.is_constant()) {
+                            return at.refuse(name, "a constant, beside a norm of a single row", "another");
+                        }
+                    }
                 }
                 if !gain || !in_pieces(&dims, dtype) || ahead && !is_constant {
                     return self.refuse_unnormed(&at, &dims);
