@@ -65,7 +65,7 @@ fn score() -> impl Strategy<Value = RouterScore> {
 }
 
 /// Experts, groups, and experts of a token.
-fn sizes() -> impl Strategy<Value = (usize, Option<ExpertGroups>, usize)> {
+pub fn sizes() -> impl Strategy<Value = (usize, Option<ExpertGroups>, usize)> {
     let flat = dims_from(1, &[32, 64], 160).prop_map(|experts| (experts, None, experts));
     let large = Just((512, None, 512));
     let grouped = (1usize..9, 2usize..17).prop_flat_map(|(num_groups, size)| {

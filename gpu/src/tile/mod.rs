@@ -1,6 +1,7 @@
 //! Parts that kernels share: small pieces of a block's work. Matrix products are in [`crate::matmul`].
 
 pub mod activation;
+pub mod experts;
 pub mod packed;
 pub mod reduce;
 pub mod rotation;

@@ -23,7 +23,7 @@ use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
 use host::ops::moe_router::{
     MoeRouter, MoeRouterArgs, MoeRouterProblem, OwnExperts, SORT_TOKENS, SortedPairs,
 };
-use host::{Constant, Device, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
+use host::{Constant, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
 
 /// Mixture of experts: `Σ_k w_k · mlp_{e_k}(x)`, and a shared expert that every token has.
 #[derive(Debug)]
@@ -125,8 +125,8 @@ struct MoePlans {
     /// Of the experts; none at a rank that has none of their columns.
     experts: Option<ExpertPlans>,
     combine: MoeCombine,
-    /// Of few tokens: all of these but the router's product in three launches, if that is possible.
-    few: Option<FewTokens>,
+    /// Of few tokens: all of these but the router's product in two launches, if that is possible.
+    few: Option<FusedMoe>,
     /// On the residual itself, if that is possible: in fewer launches, or else with a sum that is added to it.
     in_place: Option<MoeInPlace>,
     added: Option<MoeCombine>,
@@ -138,18 +138,11 @@ const FEW_TOKENS: usize = 4;
 /// The same of packed weights.
 const FEW_TOKENS_PACKED: usize = 2;
 
-/// The mixture of few tokens, whose pairs nobody sorts.
-#[derive(Debug)]
-struct FewTokens {
-    router: MoeRouter,
-    experts: FusedMoe,
-}
-
 /// The mixture of a single token, added to the residual.
 #[derive(Debug)]
 struct MoeInPlace {
     /// Of normed rows.
-    few: FewTokens,
+    few: FusedMoe,
     /// The router's product and the experts, of the residual behind its norm; where there are kernels for both.
     normed: Option<(Matmul, FusedMoe)>,
 }
@@ -220,8 +213,8 @@ impl MoePlans {
             && phase.adapters.is_none()
             && !phase.is_invariant()
             && device.limits().is_some();
-        let few = is_few.then(|| fused(phase, (config, moe), Store::Replace)).flatten();
-        let few = few.map(|experts| FewTokens::new(device, choice, experts)).transpose()?;
+        let few = is_few.then(|| fused(phase, (config, moe), choice, Store::Replace)).flatten();
+        let few = few.map(|experts| FusedMoe::plan(device, experts)).transpose()?;
         let adds = phase.may_work_in_place() && in_place.is_none() && few.is_none();
         let added = MoeCombineProblem { store: Store::Add, ..combine };
         Ok(MoePlans {
@@ -238,15 +231,11 @@ impl MoePlans {
 
     fn reports(&self) -> Vec<OptimizationReport> {
         let few = self.in_place.as_ref().map(|in_place| &in_place.few).or(self.few.as_ref());
-        if let Some(FewTokens { router, experts }) = few {
+        if let Some(experts) = few {
             let normed = self.in_place.as_ref().and_then(|in_place| in_place.normed.as_ref());
             let (logits, experts) =
                 normed.map_or((&self.logits, experts), |(logits, experts)| (logits, experts));
-            return vec![
-                logits.optimization_report(),
-                router.optimization_report(),
-                experts.optimization_report(),
-            ];
+            return vec![logits.optimization_report(), experts.optimization_report()];
         }
         let mut reports = vec![self.logits.optimization_report(), self.router.optimization_report()];
         reports.extend(self.permute.iter().map(Kernel::optimization_report));
@@ -260,8 +249,13 @@ impl MoePlans {
     }
 }
 
-/// The experts of tokens that are planned as one operator, if they can be.
-fn fused(phase: &Phase<'_>, (config, moe): (&MoeConfig, &Moe), store: Store) -> Option<FusedMoeProblem> {
+/// The experts of tokens that are planned as one operator with the router, which sorts nothing, if they can be.
+fn fused(
+    phase: &Phase<'_>,
+    (config, moe): (&MoeConfig, &Moe),
+    router: MoeRouterProblem,
+    store: Store,
+) -> Option<FusedMoeProblem> {
     let &MoeConfig { num_experts, top_k, expert, shared, .. } = config;
     let of_shared = |of: fn(&Mlp) -> &ProjectionWeight| moe.shared.as_ref().map(of);
     let weights = [
@@ -283,6 +277,7 @@ fn fused(phase: &Phase<'_>, (config, moe): (&MoeConfig, &Moe), store: Store) -> 
     let problem = FusedMoeProblem {
         activation: expert.activation,
         shared: shared.is_some(),
+        router: Some(router),
         store,
         gate_up,
         down,
@@ -291,13 +286,6 @@ fn fused(phase: &Phase<'_>, (config, moe): (&MoeConfig, &Moe), store: Store) -> 
         ..FusedMoeProblem::new(phase.tokens, [top_k, num_experts], sizes, phase.dtype)
     };
     FusedMoe::supports(phase.stream.device(), &problem).is_ok().then_some(problem)
-}
-
-impl FewTokens {
-    /// With the problem of the router, which sorts nothing.
-    fn new(device: &Device, router: MoeRouterProblem, experts: FusedMoeProblem) -> Result<Self, Error> {
-        Ok(FewTokens { router: MoeRouter::plan(device, router)?, experts: FusedMoe::plan(device, experts)? })
-    }
 }
 
 impl MoeInPlace {
@@ -312,8 +300,8 @@ impl MoeInPlace {
         if phase.tokens > 1 || !phase.may_work_in_place() {
             return Ok(None);
         }
-        let Some(experts) = fused(phase, (config, moe), Store::Add) else { return Ok(None) };
-        let few = FewTokens::new(device, choice, experts)?;
+        let Some(experts) = fused(phase, (config, moe), choice, Store::Add) else { return Ok(None) };
+        let few = FusedMoe::plan(device, experts)?;
         let norm = Some(phase.row_norm());
         let normed = MatmulProblem { norm, ..logits };
         let normed = Matmul::supports(device, &normed).is_ok().then(|| {
@@ -324,30 +312,20 @@ impl MoeInPlace {
     }
 }
 
-/// A mixture of few tokens: the router's product, the router and the experts. x is none where out holds the rows, and
+/// A mixture of few tokens: the router's product and the experts. x is none where out holds the rows, and
 /// the gain that of the norm that they have before.
 fn run_few(
     (stream, config, weights): (&Stream, &MoeConfig, &Moe),
-    (product, router, experts): (&Matmul, &MoeRouter, &FusedMoe),
-    [logits, ids, pair_weights]: [&mut Tensor; 3],
+    (product, experts): (&Matmul, &FusedMoe),
+    logits: &mut Tensor,
     (x, gain): (Option<TensorView<'_>>, Option<TensorView<'_>>),
     out: TensorViewMut<'_>,
 ) -> Result<(), Error> {
     let (tokens, num_experts) = (0..out.shape()[0], config.num_experts);
-    let mut logits = logits.view_mut().slice(0, tokens.clone())?;
+    let mut logits = logits.view_mut().slice(0, tokens)?;
     let rows = x.unwrap_or(out.as_view());
     let args = MatmulArgs { gain, ..MatmulArgs::new(rows, weights.router.weight.view(), logits.reborrow()) };
     product.run(stream, args)?;
-    let mut ids = ids.view_mut().slice(0, tokens.clone())?;
-    let mut pair_weights = pair_weights.view_mut().slice(0, tokens)?;
-    let args = MoeRouterArgs {
-        logits: logits.as_view().slice(1, 0..num_experts)?,
-        bias: weights.correction_bias.as_ref().map(Constant::view),
-        ids: ids.reborrow(),
-        weights: pair_weights.reborrow(),
-        sorted: None,
-    };
-    router.run(stream, args)?;
     let shared = weights.shared.as_ref();
     let has_gate = config.has_shared_gate() && shared.is_some();
     let args = FusedMoeArgs {
@@ -356,8 +334,9 @@ fn run_few(
         shared_gate_up: shared.map(|mlp| mlp.gate_up.weight.operand()),
         shared_down: shared.map(|mlp| mlp.down.weight.operand()),
         gate: has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?,
-        ..FusedMoeArgs::new(
-            [ids.as_view(), pair_weights.as_view()],
+        bias: weights.correction_bias.as_ref().map(Constant::view),
+        ..FusedMoeArgs::routed(
+            logits.as_view().slice(1, 0..num_experts)?,
             [weights.gate_up.operand(), weights.down.operand()],
             out,
         )
@@ -429,12 +408,12 @@ impl MoeBlock {
         let (_, gain) = rows.input();
         let (product, experts) = match gain {
             Some(_) => planned(normed.as_ref()).map(|(product, experts)| (product, experts))?,
-            None => (&plans.logits, &few.experts),
+            None => (&plans.logits, few),
         };
         run_few(
             (step.stream, &self.config, weights),
-            (product, &few.router, experts),
-            [&mut self.logits, &mut self.ids, &mut self.weights],
+            (product, experts),
+            &mut self.logits,
             (rows.normed, gain),
             rows.residual,
         )
@@ -460,11 +439,11 @@ impl MoeBlock {
         let MoeConfig { num_experts, top_k, expert, .. } = self.config;
         let (stream, tokens) = (step.stream, x.shape()[0]);
         let plans = self.plans.holding(tokens)?;
-        if let (Some(FewTokens { router, experts }), Store::Replace) = (&plans.few, store) {
+        if let (Some(experts), Store::Replace) = (&plans.few, store) {
             return run_few(
                 (stream, &self.config, weights),
-                (&plans.logits, router, experts),
-                [&mut self.logits, &mut self.ids, &mut self.weights],
+                (&plans.logits, experts),
+                &mut self.logits,
                 (Some(x), None),
                 out,
             );

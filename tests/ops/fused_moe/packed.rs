@@ -47,13 +47,12 @@ fn layout_of(layout: WeightLayout, rows: usize) -> WeightLayout {
     WeightLayout { rows: if is_whole { layout.rows } else { 1 }, ..layout }
 }
 
-fn pack(device: &Device, sources: &[Source]) -> Result<Weight, TestCaseError> {
-    let stream = device.stream().map_err(fail)?;
+fn pack(stream: &Stream, sources: &[Source]) -> Result<Weight, TestCaseError> {
     let [rows, _] = sources[0].size();
     let weight = if layout_of(sources[0].layout(), rows) == sources[0].layout() {
-        Weight::pack_experts(&stream, sources.len(), |expert| Ok(&sources[expert]))
+        Weight::pack_experts(stream, sources.len(), |expert| Ok(&sources[expert]))
     } else {
-        Weight::pack_experts(&stream, sources.len(), |expert| Ok(RowScales(&sources[expert])))
+        Weight::pack_experts(stream, sources.len(), |expert| Ok(RowScales(&sources[expert])))
     };
     weight.map_err(fail)
 }
@@ -104,8 +103,8 @@ impl PackedCase {
     }
 
     /// The inputs with these weights, and the sizes of all terms.
-    fn inputs(&self, sources: &Sources) -> [Inputs; 2] {
-        let mut inputs = Inputs::of(&self.case);
+    fn inputs(&self, device: &Device, sources: &Sources) -> Result<[Inputs; 2], TestCaseError> {
+        let mut inputs = Inputs::of(&self.case).routed(device, &self.case)?;
         // So that f16 has room for what codes of 8 bits come to.
         for value in inputs.x.iter_mut().chain(&mut inputs.gain) {
             *value *= 0.125;
@@ -128,12 +127,12 @@ impl PackedCase {
                 inputs.shared[1] = of(shared_down);
             }
         }
-        [inputs, absolute]
+        Ok([inputs, absolute])
     }
 
     fn run(&self, device: &Device) -> Result<(), TestCaseError> {
         let sources = self.sources();
-        let [inputs, absolute] = self.inputs(&sources);
+        let [inputs, absolute] = self.inputs(device, &sources)?;
         let case = Case { problem: self.problem(), ..self.case.clone() };
         let got = self.product(device, &case, &sources, &inputs)?;
         expect(&format!("{device:?}"), &case, &inputs, &absolute, &got)
@@ -167,10 +166,10 @@ impl PackedCase {
             Weight::pack(&stream, &GateUp(&RowScales(gate), &RowScales(up)))
         };
         let weights = [
-            pack(device, gate_up)?,
-            pack(device, down)?,
+            pack(&stream, gate_up)?,
+            pack(&stream, down)?,
             gate_up_of_shared.map_err(fail)?,
-            pack(device, std::slice::from_ref(shared_down))?,
+            pack(&stream, std::slice::from_ref(shared_down))?,
         ];
         let operand = |index: usize| -> Result<MatmulB<'_>, TestCaseError> {
             if is_packed[index % 2] {
@@ -180,7 +179,7 @@ impl PackedCase {
             }
         };
         let operands = ([operand(0)?, operand(1)?], [operand(2)?, operand(3)?]);
-        apply(device, case, None, inputs, operands)
+        apply(&stream, case, None, inputs, operands)
     }
 
     /// The kernels that a card takes: of each stage that of the longest groups.
@@ -267,7 +266,7 @@ proptest! {
             if FusedMoe::supports(device, &problem).is_err() {
                 continue;
             }
-            let [inputs, _] = packed.inputs(&sources);
+            let [inputs, _] = packed.inputs(device, &sources)?;
             let all = packed.product(device, &case, &sources, &inputs)?;
             let alone = inputs.of_token(last, &problem);
             let one = Case { problem: FusedMoeProblem { tokens: 1, ..problem }, ..case.clone() };

@@ -1,6 +1,7 @@
 //! Experts of few tokens, from the router's choice to their weighted sum: parameters and entry points.
 
 use super::matmul::Curve;
+use super::moe_router::MoeRouterDims;
 use crate::weight::Codes;
 use crate::{Arch, DType};
 
@@ -44,9 +45,11 @@ pub struct FusedMoeDims {
     pub in_pieces: u32,
     /// The activation of the gate.
     pub curve: Curve,
+    /// How experts are chosen, where the first kernel does it.
+    pub router: MoeRouterDims,
 }
 
-const _: () = assert!(size_of::<FusedMoeDims>() == 68 + size_of::<Curve>());
+const _: () = assert!(size_of::<FusedMoeDims>() == 68 + size_of::<Curve>() + size_of::<MoeRouterDims>());
 impl crate::Params for FusedMoeDims {}
 
 /// Threads of a block.
@@ -55,8 +58,10 @@ pub const THREADS: u32 = 256;
 pub const WARPS: u32 = THREADS / 32;
 /// Blocks that a multiprocessor shall hold.
 pub const BLOCKS_PER_SM: u32 = 3;
-/// Bytes of shared memory in front of the rows: sums of the warps, or the slots.
+/// Bytes of shared memory in front of the rows: sums of the warps, or the slots; and [`CHOSEN_AT`].
 pub const HEAD_BYTES: u32 = 512;
+/// Where a block keeps the expert that it has chosen: in the last slot, behind the sums.
+pub const CHOSEN_AT: u32 = HEAD_BYTES - SLOT_BYTES;
 /// Most experts of a token, with the shared one: [`SLOT_BYTES`] each in the head.
 pub const MAX_SLOTS: u32 = HEAD_BYTES / SLOT_BYTES;
 /// Bytes of a slot in the head: its expert, and what its result is multiplied by.

@@ -26,6 +26,10 @@
 //! down, col  | expert e0, row col          | e1     | …    sum += (a · weight) · down
 //! ```
 //!
+//! **The router**: where `up` has the router's logits, the first warp of a block chooses as many experts as its slot
+//! needs, as `moe_router` does, which takes less time than that kernel's launch; the block of a token's last chosen
+//! slot stores numbers and weights for `down`. The shared expert's blocks do not wait for that.
+//!
 //! A number of no expert is left out: neither weights nor what is between are read for it. The sums of a column, and
 //! their order, depend on the token alone.
 
@@ -33,15 +37,15 @@
 mod packed;
 
 use abi::exact::sigmoid;
-use abi::ops::fused_moe::{DOWN_PIECES, FusedMoeDims, HEAD_BYTES, SLOT_BYTES, THREADS, WARPS};
+use abi::ops::fused_moe::{CHOSEN_AT, DOWN_PIECES, FusedMoeDims, HEAD_BYTES, SLOT_BYTES, THREADS, WARPS};
 use abi::ops::matmul::MatmulNorm;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, math, shared, thread, warp};
 
 use crate::matmul::few_rows_simt::{multiply_pieces, sum_over_lanes};
 use crate::matmul::operand::Operand;
-use crate::tile::activation;
 use crate::tile::row_norm::{for_pieces, norm_row};
+use crate::tile::{activation, experts};
 
 /// Pieces of a row of the gate, and of one of up, that a lane has on their way.
 const UP_UNROLL: usize = 4;
@@ -97,13 +101,61 @@ unsafe fn load_weight<T: Operand, const PIECES: bool>(row: *const T, piece: u32,
 /// # Safety
 /// - `ids` holds `top_k` numbers for each token — checked in `FusedMoe::run`.
 #[inline(always)]
-unsafe fn expert_of(ids: *const u32, token: u32, slot: u32, dims: &FusedMoeDims) -> u32 {
+unsafe fn expert_of(ids: *const u32, (token, slot): (u32, u32), dims: &FusedMoeDims) -> u32 {
     if slot >= dims.top_k {
         return 0;
     }
     // SAFETY: slot < top_k; the token is one of the grid's — the caller.
     let expert = unsafe { global::load(ids.wrapping_add((token * dims.top_k + slot) as usize)) };
     if expert < dims.experts { expert } else { NOBODY }
+}
+
+/// The numbers of experts that `up` reads, or the logits of which it makes them.
+#[derive(Clone, Copy)]
+struct Choice {
+    /// Null if the experts are chosen already.
+    logits: *const f32,
+    /// Null if there is none.
+    bias: *const f32,
+    ids: *mut u32,
+    weights: *mut f32,
+}
+
+impl Choice {
+    /// The expert of a slot of a token, the same for all threads: as [`expert_of`]. Where there are logits, the block
+    /// of a token's last chosen slot stores the choice.
+    ///
+    /// # Safety
+    /// - Blocks of [`THREADS`] threads (*converged*), of a slot and a token each; `logits` is null or has a row for
+    ///   each token, `ids` holds `top_k` numbers for each, and if there are logits `weights` too.
+    /// - *exclusive*: a word for each expert behind the head, and the head's last slot; what lies there before is read
+    ///   by no one any more.
+    #[inline(always)]
+    unsafe fn expert(&self, (token, slot): (u32, u32), dims: &FusedMoeDims) -> u32 {
+        // SAFETY: the caller's promise. The word is written before the barrier, and no one writes it behind.
+        unsafe {
+            if self.logits.is_null() || slot >= dims.top_k {
+                return expert_of(self.ids, (token, slot), dims);
+            }
+            let at = shared::base() + CHOSEN_AT;
+            if thread::warp_idx() == 0 {
+                let router = &dims.router;
+                let row = self.logits.wrapping_add(token as usize * router.logits_stride as usize);
+                let stores = slot + 1 == dims.top_k && thread::block_idx_x() == 0;
+                let (chosen, scores) =
+                    experts::choose((row, self.bias), row_at(0), (slot + 1, stores), router);
+                if thread::lane() == slot {
+                    shared::store_u32(at, chosen);
+                }
+                if stores {
+                    let weight = experts::weigh(row, (chosen, scores), router);
+                    experts::store_choice((token, chosen, weight), self.ids, self.weights, router);
+                }
+            }
+            thread::sync_threads();
+            shared::load_u32(at)
+        }
+    }
 }
 
 /// Where a slot's expert and weight lie in the head.
@@ -127,7 +179,7 @@ unsafe fn store_slot(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let expert = expert_of(ids, token, slot, dims);
+        let expert = expert_of(ids, (token, slot), dims);
         let weight = if slot < dims.top_k {
             global::load(weights.wrapping_add((token * dims.top_k + slot) as usize))
         } else if gate.is_null() {
@@ -144,7 +196,7 @@ struct UpInputs<T> {
     x: *const T,
     /// Null if x is taken as it is.
     gain: *const T,
-    ids: *const u32,
+    choice: Choice,
     gate_up: *const T,
     /// Of the shared expert.
     shared: *const T,
@@ -166,8 +218,8 @@ unsafe fn up<T: Operand<Sum = f32> + Element, const UNROLL: usize, const PIECES:
     let slots = dims.slots.max(1);
     let (pair, hidden) = (thread::block_idx_y(), dims.hidden);
     let (token, slot) = (pair / slots, pair % slots);
-    // SAFETY: a pair of the grid.
-    let expert = unsafe { expert_of(inputs.ids, token, slot, dims) };
+    // SAFETY: a pair of the grid; nothing lies in shared memory yet.
+    let expert = unsafe { inputs.choice.expert((token, slot), dims) };
     // The same for the whole block.
     if expert == NOBODY {
         return;
@@ -429,14 +481,18 @@ macro_rules! entry {
         pub unsafe fn $entry(
             x: *const $type,
             gain: *const $type,
-            ids: *const u32,
+            logits: *const f32,
+            bias: *const f32,
+            ids: *mut u32,
+            weights: *mut f32,
             gate_up: *const $type,
             shared: *const $type,
             activated: *mut $type,
             dims: FusedMoeDims,
             norm: MatmulNorm,
         ) {
-            let inputs = UpInputs { x, gain, ids, gate_up, shared };
+            let choice = Choice { logits, bias, ids, weights };
+            let inputs = UpInputs { x, gain, choice, gate_up, shared };
             // SAFETY: arguments as the body asks, by `FusedMoe::run`.
             unsafe { up::<$type, { $unroll }, $pieces>(&inputs, activated, &dims, &norm) }
         }

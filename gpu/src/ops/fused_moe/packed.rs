@@ -15,7 +15,7 @@ use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, math, shared, thread};
 
-use super::{NOBODY, expert_of, load_piece, row_at, slot_at, store_slot};
+use super::{Choice, NOBODY, load_piece, row_at, slot_at, store_slot};
 use crate::matmul::operand::Operand;
 use crate::matmul::packed_walk::Walk;
 use crate::matmul::weight::{Code, E2m1, E4m3, Experts, FewWords, Int4, Int8, Packed, Pair};
@@ -68,7 +68,7 @@ struct UpInputs<T> {
     x: *const T,
     /// Null if x is taken as it is.
     gain: *const T,
-    ids: *const u32,
+    choice: Choice,
     gate_up: Experts,
     /// Of the shared expert, whose gate and up have their rows in turn.
     shared: Packed,
@@ -91,10 +91,11 @@ unsafe fn up<C: Code<Words = FewWords>, T: Pair + Operand + Element, const TILES
     let slots = dims.slots.max(1);
     let (pair, block, hidden) = (thread::block_idx_y(), thread::block_idx_x(), dims.hidden);
     let (token, slot) = (pair / slots, pair % slots);
-    // SAFETY: a pair of the grid; rows of x and tiles that there are; each thread norms what it has stored, and all
-    // read behind the barrier; elements are below `inner`, and their places in the workspace the pair's own.
+    // SAFETY: a pair of the grid, before anything lies in shared memory; rows of x and tiles that there are; each
+    // thread norms what it has stored, and all read behind the barrier; elements are below `inner`, and their places in
+    // the workspace the pair's own.
     unsafe {
-        let expert = expert_of(inputs.ids, token, slot, dims);
+        let expert = inputs.choice.expert((token, slot), dims);
         // The same for the whole block.
         if expert == NOBODY {
             return;
@@ -256,7 +257,10 @@ macro_rules! entry {
         pub unsafe fn $entry(
             x: *const $type,
             gain: *const $type,
-            ids: *const u32,
+            logits: *const f32,
+            bias: *const f32,
+            ids: *mut u32,
+            weights: *mut f32,
             codes: *const u32,
             scales: *const u8,
             zeros: *const u8,
@@ -286,7 +290,8 @@ macro_rules! entry {
                 super_minimums: shared_super_minimums,
                 dims: shared_weight,
             };
-            let inputs = UpInputs { x, gain, ids, gate_up: Experts { packed, globals }, shared };
+            let choice = Choice { logits, bias, ids, weights };
+            let inputs = UpInputs { x, gain, choice, gate_up: Experts { packed, globals }, shared };
             // SAFETY: arguments as the body asks, by `FusedMoe::run`.
             unsafe { up::<$codes, $type, $tiles, $group>(&inputs, activated, &dims, &norm) }
         }

@@ -12,6 +12,7 @@ use super::{FusedMoeArgs, FusedMoeProblem};
 use crate::ops::Store;
 use crate::ops::glu::cpu::activate;
 use crate::ops::matmul::MatmulB;
+use crate::ops::moe_router;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::ops::rmsnorm::cpu::NormedRow;
 use crate::simd::{LANES, Lanes, Work, by_best, load_rest};
@@ -23,6 +24,8 @@ thread_local! {
     static ROWS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     /// Rows in the order of packed codes.
     static ORDERED: RefCell<Vec<[f32; LANES]>> = const { RefCell::new(Vec::new()) };
+    /// Numbers and weights of the experts that are chosen here.
+    static CHOSEN: RefCell<(Vec<u32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
 /// Rows of a weight that are worked on together: those of a tile.
@@ -110,7 +113,22 @@ fn of_type<T: FloatElement>(problem: &FusedMoeProblem, dims: &FusedMoeDims, args
     if tokens * hidden == 0 {
         return;
     }
-    let (ids, weights) = (args.ids.host_slice::<u32>(), args.weights.host_slice::<f32>());
+    let (mut own_ids, mut own_weights) = CHOSEN.take();
+    let (ids, weights) = match (&args.logits, &args.ids, &args.weights) {
+        (Some(logits), ..) => {
+            let pairs = tokens * top_k;
+            own_ids.resize(own_ids.len().max(pairs), 0);
+            own_weights.resize(own_weights.len().max(pairs), 0.0);
+            let bias = args.bias.as_ref().map(|bias| bias.host_slice::<f32>());
+            let logits = logits.host_slice::<f32>();
+            let (ids, weights) = (&mut own_ids[..pairs], &mut own_weights[..pairs]);
+            moe_router::cpu::tokens(&dims.router, (logits, bias), ids, weights);
+            (&*ids, &*weights)
+        }
+        (None, Some(ids), Some(weights)) => (ids.host_slice::<u32>(), weights.host_slice::<f32>()),
+        // No plan takes it.
+        _ => (&[][..], &[][..]),
+    };
     let gate_up = Weights::<T>::of(&args.gate_up, [dims.gate_up_expert_stride, dims.gate_up_stride]);
     let down = Weights::<T>::of(&args.down, [dims.down_expert_stride, dims.down_stride]);
     let shared_gate_up = Weights::<T>::of_shared(&args.shared_gate_up, dims.shared_gate_up_stride);
@@ -225,6 +243,7 @@ fn of_type<T: FloatElement>(problem: &FusedMoeProblem, dims: &FusedMoeDims, args
     }
     ROWS.replace(own);
     ORDERED.replace(own_ordered);
+    CHOSEN.replace((own_ids, own_weights));
 }
 
 /// The sum of products.

@@ -21,6 +21,7 @@ use crate::kernel::{Work, count};
 use crate::launch::{Entry, Param};
 use crate::ops::Store;
 use crate::ops::matmul::{MatmulB, RowNorm, curve};
+use crate::ops::moe_router::{MoeRouter, MoeRouterProblem};
 use crate::ops::workspace::Workspace;
 use crate::plan::{self, Check, Choice, Operator, Plan, Run, check_eps, check_floats, planned};
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
@@ -55,6 +56,9 @@ pub struct FusedMoeProblem {
     pub shared: bool,
     /// The norm of x; none if it is taken as it is.
     pub norm: Option<RowNorm>,
+    /// How experts are chosen from the router's logits, in f32, with the bits of [`MoeRouter`]: of as many tokens and
+    /// experts, not sorted, and with an `inner` of at least 1. None: they are chosen already.
+    pub router: Option<MoeRouterProblem>,
     /// What becomes of what out holds.
     pub store: Store,
     /// How gate_up is packed; none if its experts are plain matrices.
@@ -69,7 +73,7 @@ pub struct FusedMoeProblem {
 
 impl FusedMoeProblem {
     /// With what it must have. The other fields do nothing: `activation: Activation::Silu`, `shared: false`, `norm:
-    /// None`, `store: Store::Replace`, no layout of packed weights.
+    /// None`, `router: None`, `store: Store::Replace`, no layout of packed weights.
     pub fn new(
         tokens: usize,
         [top_k, experts]: [usize; 2],
@@ -86,6 +90,7 @@ impl FusedMoeProblem {
             activation: Activation::Silu,
             shared: false,
             norm: None,
+            router: None,
             store: Store::Replace,
             gate_up: None,
             down: None,
@@ -120,10 +125,15 @@ pub struct FusedMoeArgs<'a> {
     pub x: Option<TensorView<'a>>,
     /// `[hidden]`, the gain of the norm; there if a norm was planned.
     pub gain: Option<TensorView<'a>>,
-    /// `[tokens, top_k]` u32, contiguous; an expert beyond those that there are is left out.
-    pub ids: TensorView<'a>,
-    /// `[tokens, top_k]` f32, contiguous.
-    pub weights: TensorView<'a>,
+    /// `[tokens, top_k]` u32, contiguous, there unless a router was planned; an expert beyond those that there are is
+    /// left out.
+    pub ids: Option<TensorView<'a>>,
+    /// `[tokens, top_k]` f32, contiguous, there unless a router was planned.
+    pub weights: Option<TensorView<'a>>,
+    /// `[tokens, experts]` f32, rows of any stride; there if a router was planned.
+    pub logits: Option<TensorView<'a>>,
+    /// `[experts]` f32: added to the router's scores for the choice only.
+    pub bias: Option<TensorView<'a>>,
     /// `[experts, 2 inner, hidden]`: the rows of each gate above those of up; or packed ones, as planned.
     pub gate_up: MatmulB<'a>,
     /// `[experts, hidden, inner]`; or packed ones.
@@ -140,18 +150,31 @@ pub struct FusedMoeArgs<'a> {
 }
 
 impl<'a> FusedMoeArgs<'a> {
-    /// With what it must have: the router's ids and weights, the experts' gate_up and down, and out. The other fields
-    /// do nothing: `x: None`, `gain: None`, `shared_gate_up: None`, `shared_down: None`, `gate: None`.
+    /// With what it must have where experts are chosen already: their ids and weights, the experts' gate_up and down,
+    /// and out. The other fields do nothing: `x: None`, `gain: None`, `logits: None`, `bias: None`, `shared_gate_up:
+    /// None`, `shared_down: None`, `gate: None`.
     pub fn new(
         [ids, weights]: [TensorView<'a>; 2],
-        [gate_up, down]: [MatmulB<'a>; 2],
+        experts: [MatmulB<'a>; 2],
         out: TensorViewMut<'a>,
     ) -> Self {
         FusedMoeArgs {
+            ids: Some(ids),
+            weights: Some(weights),
+            logits: None,
+            ..Self::routed(ids, experts, out)
+        }
+    }
+
+    /// With what it must have where they are chosen here: the router's logits in place of ids and weights.
+    pub fn routed(logits: TensorView<'a>, [gate_up, down]: [MatmulB<'a>; 2], out: TensorViewMut<'a>) -> Self {
+        FusedMoeArgs {
             x: None,
             gain: None,
-            ids,
-            weights,
+            ids: None,
+            weights: None,
+            logits: Some(logits),
+            bias: None,
             gate_up,
             down,
             shared_gate_up: None,
@@ -166,6 +189,7 @@ impl<'a> FusedMoeArgs<'a> {
 /// to what out holds.
 ///
 /// ```text
+/// ids[t], weights[t] = as given, or as `MoeRouter` chooses them from logits[t] (and the bias)
 /// x̂[t]    = rmsnorm(x[t]) · gain, rounded, or x[t]
 /// a[t, j] = act(x̂[t] · gate[e]ᵀ) ⊙ (x̂[t] · up[e]ᵀ), rounded                  of expert e = ids[t, j]
 /// out[t]  = Σ_j weights[t, j] · (a[t, j] · down[e]ᵀ) + sigmoid(gate[t]) · (shared expert) (+ out[t])
@@ -197,7 +221,20 @@ pub struct FusedMoe(Plan<Self>);
 planned!(
     FusedMoe,
     FusedMoeProblem,
-    FusedMoeArgs { x, gain, ids, weights, gate_up, down, shared_gate_up, shared_down, gate, out },
+    FusedMoeArgs {
+        x,
+        gain,
+        ids,
+        weights,
+        logits,
+        bias,
+        gate_up,
+        down,
+        shared_gate_up,
+        shared_down,
+        gate,
+        out
+    },
     FusedMoeTile
 );
 
@@ -214,8 +251,8 @@ pub(crate) struct Kernels {
     chosen: Stages,
     /// Those for tensors that are not aligned.
     any: Stages,
-    /// The rows between the products.
-    workspace: Workspace<1>,
+    /// The rows between the products; numbers and weights of chosen experts, where a router was planned.
+    workspace: Workspace<3>,
 }
 
 impl plan::Kernels for Kernels {
@@ -245,7 +282,10 @@ fn row_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> usize {
 
 /// Bytes of shared memory of a kernel, whose rows `select` has found to fit.
 fn smem_bytes(problem: &FusedMoeProblem, stage: FusedMoeStage) -> u32 {
-    HEAD_BYTES + row_bytes(problem, stage) as u32
+    // The router's keys lie where the rows will.
+    let keys =
+        if stage == FusedMoeStage::Up { problem.router.map_or(0, |router| 4 * router.experts) } else { 0 };
+    HEAD_BYTES + row_bytes(problem, stage).max(keys) as u32
 }
 
 /// Parameters of packed weights.
@@ -323,6 +363,15 @@ impl Operator for FusedMoe {
                 return refuse("an inner that is a multiple of 16, of packed weights", inner.to_string());
             }
         }
+        if let Some(router) = problem.router {
+            MoeRouter::check_problem(&router)?;
+            let got = (router.tokens, router.experts, router.top_k, router.dtype, router.sort);
+            if got != (tokens, experts, problem.top_k, DType::F32, None) || inner == 0 {
+                let expected = "a router of the same tokens, experts and top_k, from f32 and without a sort, and an inner of at \
+                     least 1";
+                return refuse(expected, format!("{problem:?}"));
+            }
+        }
         norm.map_or(Ok(()), |norm| check_eps(OP, norm.eps))
     }
 
@@ -347,7 +396,12 @@ impl Operator for FusedMoe {
             Ok::<_, Error>(Stages { up: load(FusedMoeStage::Up)?, down: load(FusedMoeStage::Down)? })
         };
         let shape = [problem.tokens * problem.slots(), problem.activated_stride()];
-        let rows = |stream: &_| Ok([Tensor::empty(stream, &shape, problem.dtype)?]);
+        let chosen = [if problem.router.is_some() { problem.tokens } else { 0 }, problem.top_k];
+        let rows = |stream: &_| {
+            let rows = Tensor::empty(stream, &shape, problem.dtype)?;
+            let [ids, weights] = [DType::U32, DType::F32].map(|dtype| Tensor::empty(stream, &chosen, dtype));
+            Ok([rows, ids?, weights?])
+        };
         Ok(Kernels {
             chosen: stages(choice.variant)?,
             any: stages(FusedMoeTile::Elements)?,
@@ -360,8 +414,8 @@ impl Operator for FusedMoe {
         problem: &FusedMoeProblem,
         args: &FusedMoeArgs<'_>,
     ) -> Result<FusedMoeDims, Error> {
-        let FusedMoeArgs { x, gain, ids, weights, gate_up, down, shared_gate_up, shared_down, gate, out } =
-            args;
+        let FusedMoeArgs { x, gain, ids, weights, logits, bias, gate_up, down, .. } = args;
+        let FusedMoeArgs { shared_gate_up, shared_down, gate, out, .. } = args;
         let FusedMoeProblem { tokens: most, top_k, experts, hidden, inner, dtype, .. } = *problem;
         let [out_stride] = at.rows("out", out.as_view(), dtype, &[None, Some(hidden)])?;
         let tokens = out.shape()[0];
@@ -372,8 +426,22 @@ impl Operator for FusedMoe {
         if let Some(gain) = at.given("gain", problem.norm.is_some(), *gain, ["planned"; 2])? {
             at.rows::<0>("gain", gain, dtype, &[Some(hidden)])?;
         }
-        at.contiguous("ids", *ids, DType::U32, &[tokens, top_k].map(Some))?;
-        at.contiguous("weights", *weights, DType::F32, &[tokens, top_k].map(Some))?;
+        let is_routed = problem.router.is_some();
+        let why = ["planned without a router", "planned with a router"];
+        for (name, chosen, dtype) in [("ids", ids, DType::U32), ("weights", weights, DType::F32)] {
+            if let Some(chosen) = at.given(name, !is_routed, *chosen, why)? {
+                at.contiguous(name, chosen, dtype, &[tokens, top_k].map(Some))?;
+            }
+        }
+        let mut logits_stride = 0;
+        if let Some(logits) = at.given("logits", is_routed, *logits, ["planned"; 2])? {
+            [logits_stride] = at.elements("logits", logits, DType::F32, &[tokens, experts].map(Some))?;
+        }
+        match bias {
+            Some(_) if !is_routed => return at.refuse("bias", "none without a router", "a tensor"),
+            Some(bias) => _ = at.elements::<0>("bias", *bias, DType::F32, &[Some(experts)])?,
+            None => {}
+        }
         // Packed weights are as matrices of their size to `planned`, and have no rows that kernels read.
         let of_experts = |name, given: &MatmulB<'_>, layout: Option<Layout>, [n, k]: [usize; 2]| {
             let matrices = given.planned(at, name, (layout, dtype), (Some(experts), [n, k]))?;
@@ -420,6 +488,10 @@ impl Operator for FusedMoe {
             adds: (problem.store == Store::Add).into(),
             in_pieces: 0,
             curve: curve(problem.activation),
+            router: problem
+                .router
+                .unwrap_or(MoeRouterProblem::new(most, 1, 1, DType::F32))
+                .dims(tokens as u32, logits_stride),
         })
     }
 
@@ -428,13 +500,15 @@ impl Operator for FusedMoe {
     }
 
     fn launch(run: &Run<'_, Self>, dims: FusedMoeDims, args: &FusedMoeArgs<'_>) -> Result<(), Error> {
-        let FusedMoeArgs { x, gain, ids, weights, gate_up, down, shared_gate_up, shared_down, gate, out } =
-            args;
+        let FusedMoeArgs { x, gain, ids, weights, logits, bias, gate_up, down, .. } = args;
+        let FusedMoeArgs { shared_gate_up, shared_down, gate, out, .. } = args;
         let in_pieces = run.is_aligned && run.choice.variant == FusedMoeTile::Pieces;
         let Kernels { chosen, any, workspace } = run.kernels;
         let stages = if in_pieces { chosen } else { any };
-        let [activated] = &workspace.tensors;
+        let [activated, chosen_ids, chosen_weights] = &workspace.tensors;
         let between = activated.view();
+        let ids = ids.unwrap_or(chosen_ids.view());
+        let weights = weights.unwrap_or(chosen_weights.view());
         let tokens = out.shape()[0] as u32;
         let pairs = tokens * dims.slots;
         let norm = run.problem.norm.map(|RowNorm { eps, weight }| MatmulNorm {
@@ -452,31 +526,36 @@ impl Operator for FusedMoe {
         };
         let shared_param = |b: &Option<MatmulB<'_>>| b.map_or(Param::Address(0), plain);
         if dims.inner > 0 {
-            let [x, gain, ids, activated] =
-                [x.unwrap_or(out.as_view()).into(), (*gain).into(), (*ids).into(), between.into()];
+            let [x, gain, activated] = [x.unwrap_or(out.as_view()).into(), (*gain).into(), between.into()];
+            let [logits, bias, ids, weights] = [(*logits).into(), (*bias).into(), ids.into(), weights.into()];
             let [sizes, norm] = [(&dims).into(), (&norm).into()];
             let launch = |blocks: u32, params: &[Param<'_>]| {
                 // SAFETY: `check` found every row of every tensor inside its view, and the weights' layouts, number and
                 // size to be the planned ones; `is_aligned` says what is moved in pieces of 16 bytes; the workspace has
-                // a row for each pair of the planned tokens; the grid has a row of blocks for each pair, of packed
+                // a row for each pair of the planned tokens, and if experts are chosen here numbers and
+                // weights for each; the grid has a row of blocks for each pair, of packed
                 // weights one for each 16 elements, and the blocks the shared memory that a row of x takes
                 // (`smem_bytes`).
                 unsafe { stages.up.launch(run.stream, [blocks, pairs, 1], threads, params) }
             };
             match PackedParams::of(*gate_up, *shared_gate_up) {
                 Some(packed) => {
-                    let params: [_; 21] = around([x, gain, ids], packed.list(), [activated, sizes, norm]);
+                    let first = [x, gain, logits, bias, ids, weights];
+                    let params: [_; 24] = around(first, packed.list(), [activated, sizes, norm]);
                     launch(dims.inner / TILE_ROWS, &params)?;
                 }
                 None => {
                     let [weight, shared] = [plain(*gate_up), shared_param(shared_gate_up)];
                     let blocks = select::up_blocks(run.device.profile().num_sms, pairs, dims.inner);
-                    launch(blocks, &[x, gain, ids, weight, shared, activated, sizes, norm])?;
+                    launch(
+                        blocks,
+                        &[x, gain, logits, bias, ids, weights, weight, shared, activated, sizes, norm],
+                    )?;
                 }
             }
         }
         let [activated, ids, weights, gate, out] =
-            [between.into(), (*ids).into(), (*weights).into(), (*gate).into(), out.into()];
+            [between.into(), ids.into(), weights.into(), (*gate).into(), out.into()];
         let sizes = (&dims).into();
         let launch = |blocks: u32, params: &[Param<'_>]| {
             // SAFETY: as above; the grid has a warp for each column of each token, of packed weights a block for each

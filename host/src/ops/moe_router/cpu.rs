@@ -20,9 +20,9 @@ thread_local! {
 
 pub(super) fn run(problem: &MoeRouterProblem, dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
     match problem.dtype {
-        DType::F16 => tokens::<f16>(dims, args),
-        DType::BF16 => tokens::<bf16>(dims, args),
-        _ => tokens::<f32>(dims, args),
+        DType::F16 => of_type::<f16>(dims, args),
+        DType::BF16 => of_type::<bf16>(dims, args),
+        _ => of_type::<f32>(dims, args),
     }
     if let (Some(own), Some(SortedPairs { offsets, order, positions })) = (problem.sort, &mut args.sorted) {
         let OwnExperts { first_expert, experts } = own;
@@ -36,11 +36,20 @@ pub(super) fn run(problem: &MoeRouterProblem, dims: &MoeRouterDims, args: &mut M
     }
 }
 
-fn tokens<T: FloatElement>(dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
+fn of_type<T: FloatElement>(dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
     let logits = args.logits.host_slice::<T>();
     let bias = args.bias.as_ref().map(|bias| bias.host_slice::<f32>());
-    let ids = SharedSlice::new(args.ids.host_slice_mut::<u32>());
-    let weights = SharedSlice::new(args.weights.host_slice_mut::<f32>());
+    tokens(dims, (logits, bias), args.ids.host_slice_mut::<u32>(), args.weights.host_slice_mut::<f32>());
+}
+
+/// Routes all tokens.
+pub(crate) fn tokens<T: FloatElement>(
+    dims: &MoeRouterDims,
+    (logits, bias): (&[T], Option<&[f32]>),
+    ids: &mut [u32],
+    weights: &mut [f32],
+) {
+    let (ids, weights) = (SharedSlice::new(ids), SharedSlice::new(weights));
     let [tokens, experts, top_k] = [dims.tokens, dims.experts, dims.top_k].map(|size| size as usize);
     for_rows(tokens, tokens * experts * (top_k + 16), |token| {
         let row = &logits[token * dims.logits_stride as usize..][..experts];

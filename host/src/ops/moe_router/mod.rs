@@ -1,7 +1,7 @@
 //! Each token's experts and their weights: [`MoeRouter`].
 
 mod cases;
-mod cpu;
+pub(crate) mod cpu;
 pub mod reference;
 mod select;
 
@@ -102,6 +102,36 @@ impl MoeRouterProblem {
             scale: 1.0,
             weight_dtype: DType::F32,
             sort: None,
+        }
+    }
+
+    /// Sizes and options for kernels.
+    pub(crate) fn dims(&self, tokens: u32, logits_stride: u32) -> MoeRouterDims {
+        let MoeRouterProblem { experts, top_k, score, groups, scale, .. } = *self;
+        let own = self.sort.unwrap_or(OwnExperts { first_expert: 0, experts: 0 });
+        let mut options = 0;
+        for (option, is_set) in [
+            (SIGMOID, score == RouterScore::Sigmoid),
+            (NORMALISED, self.weights == RouterWeights::Normalised),
+            (ROUND_F16, self.weight_dtype == DType::F16),
+            (ROUND_BF16, self.weight_dtype == DType::BF16),
+        ] {
+            options |= if is_set { option } else { 0 };
+        }
+        let ExpertGroups { num_groups, top_groups } =
+            groups.unwrap_or(ExpertGroups { num_groups: 1, top_groups: 1 });
+        MoeRouterDims {
+            tokens,
+            experts: experts as u32,
+            top_k: top_k as u32,
+            logits_stride,
+            num_groups: num_groups as u32,
+            group_size: (experts / num_groups) as u32,
+            top_groups: top_groups as u32,
+            options,
+            scale,
+            first_expert: own.first_expert as u32,
+            own_experts: own.experts as u32,
         }
     }
 }
@@ -283,7 +313,7 @@ impl Operator for MoeRouter {
         args: &MoeRouterArgs<'_>,
     ) -> Result<MoeRouterDims, Error> {
         let MoeRouterArgs { logits, bias, ids, weights, sorted } = args;
-        let MoeRouterProblem { tokens: most, experts, top_k, dtype, score, groups, scale, .. } = *problem;
+        let MoeRouterProblem { tokens: most, experts, top_k, dtype, .. } = *problem;
         let [logits_stride] = at.elements("logits", *logits, dtype, &[None, Some(experts)])?;
         let len = logits.shape()[0];
         let tokens = at.planned("logits", "tokens", len, most)?;
@@ -302,31 +332,7 @@ impl Operator for MoeRouter {
             (Some(_), None) => return at.refuse("sorted", "tensors, as planned", "none"),
             (None, Some(_)) => return at.refuse("sorted", "none, as planned", "some"),
         }
-        let own = problem.sort.unwrap_or(OwnExperts { first_expert: 0, experts: 0 });
-        let mut options = 0;
-        for (option, is_set) in [
-            (SIGMOID, score == RouterScore::Sigmoid),
-            (NORMALISED, problem.weights == RouterWeights::Normalised),
-            (ROUND_F16, problem.weight_dtype == DType::F16),
-            (ROUND_BF16, problem.weight_dtype == DType::BF16),
-        ] {
-            options |= if is_set { option } else { 0 };
-        }
-        let ExpertGroups { num_groups, top_groups } =
-            groups.unwrap_or(ExpertGroups { num_groups: 1, top_groups: 1 });
-        Ok(MoeRouterDims {
-            tokens,
-            experts: experts as u32,
-            top_k: top_k as u32,
-            logits_stride,
-            num_groups: num_groups as u32,
-            group_size: (experts / num_groups) as u32,
-            top_groups: top_groups as u32,
-            options,
-            scale,
-            first_expert: own.first_expert as u32,
-            own_experts: own.experts as u32,
-        })
+        Ok(problem.dims(tokens, logits_stride))
     }
 
     fn cpu(problem: &MoeRouterProblem, dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
