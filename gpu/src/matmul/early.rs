@@ -8,7 +8,7 @@
 //! | `Gemv` | 1024 |
 //! | `Stream` that fills the card | what its warps load first |
 //! | other `Stream`, `Split` by two | 512 |
-//! | `Wgmma`, one row of tiles | 1024 |
+//! | `Wgmma`, one row of tiles; `Swapped` of 128 rows by two | 1024 |
 //!
 //! Tiles of `wgmma` do so where their blocks fill the card, each a multiprocessor: their blocks come when those ahead
 //! end. The bytes of blocks that are there long before, as of tiles that share k by four, of which a multiprocessor

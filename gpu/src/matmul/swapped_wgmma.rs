@@ -19,13 +19,15 @@
 //!   out's rows, as it has by `wgmma`, and what follows is the same.
 //! - What is sent comes into a stage for each consumer, the first that are free for good; see `split_k_wgmma`.
 //! - The rows of a are shared out evenly: 257 are twice 136, not 256 and 1. TMA is slow where a box is mostly outside
-//!   of its tensor.
+//!   of its tensor. Where that leaves 16 columns or more without a row, `wgmma` makes 16 fewer.
+//! - By two the next launch may start early, and then it has brought its first bytes of b to L2 before this one has
+//!   ended ([`early`](super::early)), as in `split_k_wgmma`. Blocks that share no k gain nothing by that.
 //! - The order of a sum is that of k within a part, then of the parts: that of `wgmma`, and where k is shared that of
 //!   `split_k_wgmma` by as many blocks.
 //!
 //! What was measured and tried: `gpu/NOTES/matmul.md`.
 
-use abi::ops::matmul::{MatmulDims, swapped_rows};
+use abi::ops::matmul::{MatmulDims, NEXT_MAY_START, swapped_columns, swapped_rows};
 use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{barrier, cluster, fence, grid, mbarrier, shared, thread, tma, warp};
@@ -40,20 +42,38 @@ const WARPS: u32 = 4;
 const QUAD_BYTES: u32 = 32 * 16;
 /// The barrier of the consumers.
 const CONSUMERS: u32 = 1;
+/// Bytes of each row of b that a block brings to L2 at first: see [`early`](super::early).
+const EARLY_BYTES: u32 = 1024;
+
+/// Stores a lane's sums, four of each 8 columns, from `at` on.
+///
+/// # Safety
+/// - *exclusive*: 16 bytes of shared memory at `at` and every [`QUAD_BYTES`] further on, for each four sums.
+#[inline(always)]
+unsafe fn store_quads<const SUMS: usize>(at: u32, sums: &[f32; SUMS]) {
+    let mut quad = 0;
+    while quad < SUMS / 4 {
+        let values = [sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]];
+        // SAFETY: the caller's promise.
+        unsafe { shared::store_u32x4(at + quad as u32 * QUAD_BYTES, values.map(f32::to_bits)) };
+        quad += 1;
+    }
+}
 
 /// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`).
 ///
 /// # Safety
 /// - Blocks of 128 threads for each 64 of `BM` and a warp, in clusters of `CLUSTER`, a cluster for each tile; shared
-///   memory as `MatmulTile::smem_bytes` says; a thread has `SUMS` of the tile's sums.
-/// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
+///   memory as `MatmulTile::smem_bytes` says; a thread has `SUMS` of the tile's sums, or `FEWER` where these will do.
+/// - The maps and the weights are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
-    T: Multiply<[f32; SUMS]>,
+    T: Multiply<[f32; SUMS]> + Multiply<[f32; FEWER]>,
     B: Element,
     O: Element,
     const BM: u32,
     const SUMS: usize,
+    const FEWER: usize,
     const STAGES: u32,
     const CLUSTER: u32,
 >(
@@ -61,6 +81,7 @@ pub unsafe fn multiply<
     end: Epilogue<'_, B, O>,
 ) where
     [f32; SUMS]: Registers,
+    [f32; FEWER]: Registers,
 {
     let (dims, gated) = (end.dims, end.is_gated());
     let bn = 2 * SUMS as u32;
@@ -86,12 +107,16 @@ pub unsafe fn multiply<
     let (first, last) = bounds(rank);
     // A warp's sums, and of a consumer's warps those that a block finishes.
     let (of_warp, own_warps) = (SUMS as u32 / 4 * QUAD_BYTES, WARPS / CLUSTER);
+    // What a warp makes of them.
+    let columns = swapped_columns(a_rows, bn);
+    let made = columns / 8 * QUAD_BYTES;
     const {
         // Parts into a stage for each consumer, and whole warps' own sums into the others: before the last stage's end
         // and from the first stage on.
         let stage = (BM + 2 * SUMS as u32) * ROW_BYTES;
         let (of_warp, taken) = (SUMS as u32 * 128, if CLUSTER > 1 { BM / 64 } else { 0 });
         assert!((CLUSTER - 1) * (WARPS / CLUSTER) * of_warp <= stage && SUMS.is_multiple_of(8));
+        assert!(swapped_columns(1, 2 * SUMS as u32) == 2 * FEWER as u32);
         let mut before = 0;
         while before <= STAGES - taken {
             let behind = (STAGES - taken - before) * stage;
@@ -137,8 +162,13 @@ pub unsafe fn multiply<
             mbarrier::init(received, 1);
             mbarrier::fence_mbarrier_init();
             if CLUSTER > 1 {
-                mbarrier::arrive_expect_tx(received, (CLUSTER - 1) * own_warps * consumers * of_warp);
+                mbarrier::arrive_expect_tx(received, (CLUSTER - 1) * own_warps * consumers * made);
             }
+        }
+        let may_be_early = CLUSTER == 2 && dims.access & NEXT_MAY_START != 0;
+        // Those of the same weights bring them once.
+        if may_be_early && consumers > 1 && tile.is_multiple_of(tiles) && first < last {
+            maps.weights.to_l2(dims, gated, (out_col, BM), first * bk, EARLY_BYTES, 4 * (consumers - 1));
         }
         grid::wait();
         // Opaque, or LLVM makes two copies of the wait.
@@ -165,6 +195,9 @@ pub unsafe fn multiply<
         if CLUSTER > 1 {
             // The barriers' fence is all that others have to see.
             cluster::arrive_relaxed();
+        }
+        if may_be_early {
+            grid::launch_dependents();
         }
     }
     let member = thread % 128;
@@ -212,33 +245,46 @@ pub unsafe fn multiply<
                     mbarrier::arrive(empty(stage));
                 }
             };
-            let sums = multiply_stages::<T, f32, SUMS, STAGES>(
-                &mut ring,
-                last - first,
-                false,
-                operands,
-                full,
-                release,
-                || (),
-            );
-            // The stages are free for good when the other consumer has multiplied, too.
-            if consumers > 1 {
-                barrier::sync(CONSUMERS, 128 * consumers);
-            }
+            let steps = last - first;
             // Warps' sums next to each other, behind the stages of the others' parts, and on from the first stage.
             let warp = warp::shuffle_idx(warp::FULL_MASK, member / 32, 0);
             let lane = member % 32;
-            let quads_from = if CLUSTER > 1 { stage_of((last - first + consumers) % STAGES) } else { base };
+            let quads_from = if CLUSTER > 1 { stage_of((steps + consumers) % STAGES) } else { base };
             let before = (barriers - quads_from) / of_warp;
             let at_warp = |index: u32| {
                 if index < before { quads_from + index * of_warp } else { base + (index - before) * of_warp }
             };
             let own_at = at_warp(consumer * WARPS + warp);
-            let mut quad = 0;
-            while quad < SUMS / 4 {
-                let values = [sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]];
-                shared::store_u32x4(own_at + quad as u32 * QUAD_BYTES + lane * 16, values.map(f32::to_bits));
-                quad += 1;
+            // The stages are free for good when the other consumers have multiplied, too.
+            let all_have_multiplied = || {
+                if consumers > 1 {
+                    barrier::sync(CONSUMERS, 128 * consumers);
+                }
+            };
+            if columns < bn {
+                let sums = multiply_stages::<T, f32, FEWER, STAGES>(
+                    &mut ring,
+                    steps,
+                    false,
+                    operands,
+                    full,
+                    release,
+                    || (),
+                );
+                all_have_multiplied();
+                store_quads(own_at + lane * 16, &sums);
+            } else {
+                let sums = multiply_stages::<T, f32, SUMS, STAGES>(
+                    &mut ring,
+                    steps,
+                    false,
+                    operands,
+                    full,
+                    release,
+                    || (),
+                );
+                all_have_multiplied();
+                store_quads(own_at + lane * 16, &sums);
             }
             if CLUSTER > 1 {
                 fence::proxy_async_shared();
@@ -248,7 +294,7 @@ pub unsafe fn multiply<
                 if lane == 0 && to != rank {
                     mbarrier::wait_parity(ready, 0);
                     let at = cluster::map_shared(part(consumer, warp, rank, to), to);
-                    tma::copy_bulk_to_block(at, own_at, of_warp, cluster::map_shared(received, to));
+                    tma::copy_bulk_to_block(at, own_at, made, cluster::map_shared(received, to));
                 }
                 warp::sync_warp(warp::FULL_MASK);
             }

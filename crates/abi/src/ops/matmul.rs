@@ -260,6 +260,11 @@ pub const fn swapped_rows(m: u32, bn: u32) -> (u32, u32) {
     (tiles, m.div_ceil(tiles).next_multiple_of(8))
 }
 
+/// Columns that a `Swapped` tile of so many multiplies where it has so many of a's rows: 16 fewer if these are enough.
+pub const fn swapped_columns(a_rows: u32, bn: u32) -> u32 {
+    if a_rows <= bn - 16 { bn - 16 } else { bn }
+}
+
 /// Bytes of a row per step of an `Mma` tile.
 pub const MMA_ROW_BYTES: u32 = 64;
 /// Steps of an `Mma` tile in shared memory.

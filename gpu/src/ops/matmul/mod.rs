@@ -384,7 +384,9 @@ macro_rules! wgmma_body {
         >($maps, $end, promotes::<$type, $out>(), $end)
     };
     (Swapped, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal) => {
-        swapped_wgmma::multiply::<$type, $type, $out, $bm, { $bn / 2 }, $stages, $cluster>($maps, $end)
+        swapped_wgmma::multiply::<$type, $type, $out, $bm, { $bn / 2 }, { $bn / 2 - 8 }, $stages, $cluster>(
+            $maps, $end,
+        )
     };
 }
 

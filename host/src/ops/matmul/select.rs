@@ -384,7 +384,11 @@ pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sm
         // It says so behind its loads, and leaves room for one of the next.
         MatmulTile::Ahead { .. } => return NEXT_MAY_START,
         MatmulTile::Stream { rows: ..=16, .. } | MatmulTile::StreamNormed { .. } => 2,
-        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } if tile.smem_bytes(dtype) > HALF_OF_SMEM => 1,
+        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } | MatmulTile::Swapped { cluster: 2, .. }
+            if tile.smem_bytes(dtype) > HALF_OF_SMEM =>
+        {
+            1
+        }
         _ => return 0,
     };
     if blocks >= u64::from(of_multiprocessor * (num_sms - num_sms / 8)) { NEXT_MAY_START } else { 0 }

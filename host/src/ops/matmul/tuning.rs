@@ -55,8 +55,14 @@ pub(super) fn fastest<'a, T>(
         return None;
     }
     let timed = loaded.iter().filter(|(variant, _)| !keeps_out(variant.tile, is_gated));
-    let timed = timed.filter_map(|one| Some((one, micros(one.0.tile, [m, n, k], num_sms)?)));
-    timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(fastest, _)| fastest)
+    // Of those that only wait for the memory the one that has least to do besides.
+    let timed = timed.filter_map(|one| {
+        let (tile, sizes) = (one.0.tile, [m, n, k]);
+        let micros = micros(tile, sizes, num_sms)?;
+        Some((one, [micros.max(tile.least_time(sizes)), micros]))
+    });
+    let order = |a: [f32; 2], b: [f32; 2]| a[0].total_cmp(&b[0]).then(a[1].total_cmp(&b[1]));
+    timed.min_by(|(_, a), (_, b)| order(*a, *b)).map(|(fastest, _)| fastest)
 }
 
 /// Whether out does not leave by TMA: where half a tile of a gated product is no whole boxes.
@@ -64,7 +70,8 @@ pub(super) fn keeps_out(tile: MatmulTile, is_gated: bool) -> bool {
     matches!(tile, MatmulTile::Wgmma { bm: 128, bn, .. } if is_gated && !bn.is_multiple_of(128))
 }
 
-/// Microseconds of a launch, of rows of a, rows of b and k, about; none of a tile that was not timed.
+/// Microseconds of a launch whose bytes come as fast as they are wanted, of rows of a, rows of b and k, about; none of
+/// a tile that was not timed.
 fn micros(tile: MatmulTile, sizes: [u32; 3], num_sms: u32) -> Option<f32> {
     let tuned = TUNED.get(usize::from(PLACES[slot(tile.timed()?)?]).checked_sub(1)?)?;
     let terms = tile.time_terms(sizes, num_sms)?;

@@ -175,7 +175,7 @@ fn tiles_of_wgmma_by_shape() {
 
 /// Which kind a launch takes: few rows stream, few columns share k, the rest is `wgmma`'s, also with rows and
 /// columns swapped, and without it `mma`'s. Of more than 64 rows on Hopper those that were measured to be the
-/// fastest (`benches/record/h200/2026-11-28-sweep.md`, `2026-11-28-choice.md`).
+/// fastest (`benches/record/h200/2026-11-28-sweep.md`, `2026-11-28-choice.md`, `2026-11-29-narrow.md`).
 #[test]
 fn kinds_of_the_tensor_cores_by_shape() {
     let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..H200 };
@@ -200,7 +200,8 @@ fn kinds_of_the_tensor_cores_by_shape() {
         ([64, 4096, 4096], "split 64 by 2", "stream"),
         ([65, 19456, 2560], "wgmma", "mma"),
         ([65, 4096, 4096], "swapped 64 × 96 by 2", "mma"),
-        ([128, 2560, 9728], "swapped 64 × 128 by 2", "mma"),
+        ([128, 2560, 9728], "swapped 64 × 160 by 2", "mma"),
+        ([128, 16384, 4096], "wgmma 128", "mma"),
         ([128, 28672, 4096], "wgmma 128", "mma"),
         ([129, 2560, 9728], "swapped 64 × 160 by 2", "mma"),
         ([129, 19456, 2560], "swapped 192 × 160 by 1", "mma"),
