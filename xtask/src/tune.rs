@@ -1,6 +1,7 @@
 //! `cargo xtask tune`: what the tiles of Hopper's 16-bit products take, fitted to a sweep that has timed every kernel
 //! of each shape.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
@@ -128,13 +129,11 @@ fn fit(shapes: &[Shape], num_sms: u32) -> Factors {
 fn behind(shapes: &[Shape], factors: &Factors, num_sms: u32) -> f64 {
     let of_shape = |shape: &Shape| {
         let modelled = |(key, &(tile, us)): (&TimedTile, &(MatmulTile, f64))| {
-            let terms = tile.time_terms(shape.sizes, num_sms)?;
-            let of_terms = std::iter::zip(terms, factors.get(key)?);
-            let modelled = of_terms.map(|(term, factor)| f64::from(term) * factor).sum::<f64>();
-            Some(([modelled.max(f64::from(tile.least_time(shape.sizes))), modelled], us))
+            let factors = factors.get(key)?.map(|factor| factor as f32);
+            Some((tile.micros(factors, shape.sizes, num_sms)?, us))
         };
-        let order = |a: [f64; 2], b: [f64; 2]| a[0].total_cmp(&b[0]).then(a[1].total_cmp(&b[1]));
-        let chosen = shape.times.iter().filter_map(modelled).min_by(|a, b| order(a.0, b.0));
+        let modelled = shape.times.iter().filter_map(modelled);
+        let chosen = modelled.min_by(|a, b| a.0.partial_cmp(&b.0).unwrap_or(Ordering::Equal));
         chosen.map_or(0.0, |(_, us)| (us / shape.best()).ln())
     };
     (shapes.iter().map(of_shape).sum::<f64>() / shapes.len() as f64).exp()

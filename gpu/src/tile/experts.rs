@@ -223,7 +223,7 @@ pub unsafe fn store_choice(
 /// Makes the keys of all groups but the best 0. The score of a group is the sum of its two largest values.
 ///
 /// # Safety
-/// - *converged*: all 32 lanes; keys as in [`route`].
+/// - *converged*: all 32 lanes; keys as in [`choose`].
 #[inline(always)]
 unsafe fn drop_groups(dims: &MoeRouterDims, at: impl Fn(u32) -> u32, value: impl Fn(u32) -> f32) {
     let lane = thread::lane();

@@ -1,5 +1,7 @@
 //! How long the tiles of Hopper's 16-bit products take, by factors that were fitted to measured times.
 
+use std::cmp::Ordering;
+
 use abi::ops::matmul::{MatmulTile, MatmulVariant, TIME_TERMS, TimedTile};
 
 use super::tuned::TUNED;
@@ -55,14 +57,8 @@ pub(super) fn fastest<'a, T>(
         return None;
     }
     let timed = loaded.iter().filter(|(variant, _)| !keeps_out(variant.tile, is_gated));
-    // Of those that only wait for the memory the one that has least to do besides.
-    let timed = timed.filter_map(|one| {
-        let (tile, sizes) = (one.0.tile, [m, n, k]);
-        let micros = micros(tile, sizes, num_sms)?;
-        Some((one, [micros.max(tile.least_time(sizes)), micros]))
-    });
-    let order = |a: [f32; 2], b: [f32; 2]| a[0].total_cmp(&b[0]).then(a[1].total_cmp(&b[1]));
-    timed.min_by(|(_, a), (_, b)| order(*a, *b)).map(|(fastest, _)| fastest)
+    let timed = timed.filter_map(|one| Some((one, micros(one.0.tile, [m, n, k], num_sms)?)));
+    timed.min_by(|(_, a), (_, b)| a.partial_cmp(b).unwrap_or(Ordering::Equal)).map(|(fastest, _)| fastest)
 }
 
 /// Whether out does not leave by TMA: where half a tile of a gated product is no whole boxes.
@@ -70,12 +66,10 @@ pub(super) fn keeps_out(tile: MatmulTile, is_gated: bool) -> bool {
     matches!(tile, MatmulTile::Wgmma { bm: 128, bn, .. } if is_gated && !bn.is_multiple_of(128))
 }
 
-/// Microseconds of a launch whose bytes come as fast as they are wanted, of rows of a, rows of b and k, about; none of
-/// a tile that was not timed.
-fn micros(tile: MatmulTile, sizes: [u32; 3], num_sms: u32) -> Option<f32> {
+/// [`MatmulTile::micros`] by the tile's factors; none of a tile that was not timed.
+fn micros(tile: MatmulTile, sizes: [u32; 3], num_sms: u32) -> Option<[f32; 2]> {
     let tuned = TUNED.get(usize::from(PLACES[slot(tile.timed()?)?]).checked_sub(1)?)?;
-    let terms = tile.time_terms(sizes, num_sms)?;
-    Some(std::iter::zip(terms, tuned.factors).map(|(term, factor)| term * factor).sum())
+    tile.micros(tuned.factors, sizes, num_sms)
 }
 
 #[cfg(test)]

@@ -66,11 +66,18 @@ impl MatmulTile {
         Some([waves * steps, waves * steps * full, waves * steps * rows, waves, waves * rows, 1.0])
     }
 
-    /// Microseconds that a launch takes at least, of rows of a, rows of b and k of 16 bits: what its bytes take, and a
-    /// tenth more; a fifth of swapped tiles, whose blocks load nothing while they end theirs.
-    pub fn least_time(self, sizes: [u32; 3]) -> f32 {
+    /// Microseconds of a launch, about, of rows of a, rows of b and k of 16 bits, by the tile's factors: no less than
+    /// its bytes take and a tenth more, a fifth of swapped tiles, whose blocks load nothing while they end theirs.
+    /// Behind it what its steps take alone, which orders launches that only wait for the memory.
+    pub fn micros(self, factors: [f32; TIME_TERMS], sizes: [u32; 3], num_sms: u32) -> Option<[f32; 2]> {
+        let terms = self.time_terms(sizes, num_sms)?;
+        let mut steps = 0.0;
+        for (term, factor) in core::iter::zip(terms, factors) {
+            steps += term * factor;
+        }
         let [m, n, k] = sizes.map(|size| size as f32);
         let share = if matches!(self, MatmulTile::Swapped { .. }) { 1.2 } else { 1.1 };
-        share * 2.0 * (m * k + n * k + m * n) / BYTES_PER_MICROSECOND
+        let of_bytes = share * 2.0 * (m * k + n * k + m * n) / BYTES_PER_MICROSECOND;
+        Some([steps.max(of_bytes), steps])
     }
 }
