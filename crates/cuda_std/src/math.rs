@@ -108,6 +108,9 @@ binary!(
     /// The larger; of a number and a NaN, the number; of two zeros, the positive one.
     max, "max.f32", |a, b| if a.is_nan() || a < b || (a == b && a.is_sign_negative()) { b } else { a });
 binary!(
+    /// The larger; a NaN if one of the two is. From sm_80 on.
+    max_or_nan, "max.NaN.f32", |a, b| if a.is_nan() || b.is_nan() { f32::NAN } else { max(a, b) });
+binary!(
     /// The smaller; of a number and a NaN, the number; of two zeros, the negative one.
     min, "min.f32", |a, b| if a.is_nan() || a > b || (a == b && b.is_sign_negative()) { b } else { a });
 binary!(

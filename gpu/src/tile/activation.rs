@@ -116,10 +116,9 @@ pub fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { positive + log }
 }
 
-/// tanh(x), within 2 ulp whatever the size of x; NaN for NaN.
+/// (tanh(x) / x − 1) / x² for |x| < 1, by x²: error 2.4e-8. Interpolated at Chebyshev nodes.
 #[inline(always)]
-pub fn tanh(x: f32) -> f32 {
-    // (tanh(x) / x − 1) / x² in x² for |x| < 1, error 2.4e-8; interpolated at Chebyshev nodes.
+pub fn tanh_rest(square: f32) -> f32 {
     const NEAR: [f32; 7] = [
         -0.333_333_3,
         0.133_331_28,
@@ -129,9 +128,15 @@ pub fn tanh(x: f32) -> f32 {
         0.002_510_459_4,
         -0.000_420_695_5,
     ];
+    polynomial(&NEAR, square)
+}
+
+/// tanh(x), within 2 ulp whatever the size of x; NaN for NaN.
+#[inline(always)]
+pub fn tanh(x: f32) -> f32 {
     let size = math::abs(x);
     let square = x * x;
-    let near = math::fma(x * square, polynomial(&NEAR, square), x);
+    let near = math::fma(x * square, tanh_rest(square), x);
     // 1 − 2 / (e^2x + 1): what the approximations err is a quarter of the result at most.
     let far = math::fma(-2.0, math::rcp(math::ex2(size * (2.0 * math::LOG2_E)) + 1.0), 1.0);
     if size < 1.0 { near } else { far.copysign(x) }

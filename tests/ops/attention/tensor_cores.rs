@@ -22,7 +22,8 @@ fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestRes
         let mut data = clean.clone();
         let element = match tensor {
             0 => (place * heads_q + heads_q - 1) * head_dim + 5,
-            _ => (place * heads_kv + heads_kv - 1) * head_dim + 9,
+            1 => (place * heads_kv + heads_kv - 1) * head_dim + 9,
+            _ => (place * heads_kv + heads_kv - 1) * width + 9,
         };
         data[tensor][element] = f64::NAN;
         let (got, _) = compute(device, case, &data, None)?;
@@ -94,10 +95,13 @@ fn borders_on_tensor_cores() -> TestResult {
 fn tiles_of_one_block() -> TestResult {
     let own = &cards_of(Arch::Sm90a)[0];
     let few = Scores { blocks: Some(64), ..Scores::PLAIN };
+    let masked = Scores { bias: ScoreBias::Additive, ..Scores::PLAIN };
     for (entry, seq_q, lens, window, scores) in [
         ("attention_f16__prefill_d64__sm90a", 200, vec![290, 0, 0, 100], None, Scores::PLAIN),
         ("attention_bf16__prefill_d128__sm90a", 150, vec![0, 260, 90, 0], Some(120), Scores::PLAIN),
         ("attention_f16__prefill_d128__sm90a", 300, vec![400], None, few),
+        ("attention_bf16__prefill_masked_d128__sm90a", 150, vec![0, 260, 90, 0], Some(120), masked),
+        ("attention_f16__prefill_masked_d64__sm90a", 300, vec![400], None, masked),
         ("attention_bf16__prefill_d256__sm90a", 140, vec![170, 0, 60], None, Scores::PLAIN),
     ] {
         let variant =
@@ -148,11 +152,36 @@ fn blocks() -> TestResult {
     Ok(())
 }
 
+/// Masks of both kinds at a time, which Hopper's tensor cores know: some blocks that a row's bias hides as well, steps
+/// that are left out, borders of a window, and NaNs in keys that some rows of a tile see.
+#[test]
+fn biases_and_blocks() -> TestResult {
+    for (dtype, bias, head_dims, blocks, soft_cap, window, seed) in [
+        (DType::BF16, ScoreBias::Additive, (128, 128), 64, None, Some(170), 1),
+        (DType::F16, ScoreBias::Boolean, (64, 64), 16, Some(50.0), None, 2),
+        (DType::F16, ScoreBias::Additive, (72, 128), 128, None, None, 3),
+    ] {
+        let scores = Scores { bias, soft_cap, blocks: Some(blocks) };
+        let mask = if window.is_some() { Mask::Causal } else { Mask::None };
+        let (head_dim, head_dim_v) = head_dims;
+        let plain = plain(dtype, 140, 300, (2, 1), head_dim);
+        let case = Case { scores, head_dim_v, mask, window, seed, ..plain };
+        let data = case.data();
+        let expected = expect(&case, &data);
+        for device in &cards_of(Arch::Sm90a) {
+            let results = compute(device, &case, &data, None)?;
+            verify((device, None), &case, &results, &expected)?;
+            nan_stays(device, &case, &[(1, 150), (2, 40), (2, 298)])?;
+        }
+    }
+    Ok(())
+}
+
 /// Additive and boolean masks on tensor cores, with scales and lengths of all kinds; NaNs in keys that some rows of a
 /// tile see.
 #[test]
 fn biases_on_tensor_cores() -> TestResult {
-    for device in &cards_of(Arch::Sm80) {
+    for device in &cards_of(Arch::Sm80).into_iter().chain(cards_of(Arch::Sm90a)).collect::<Vec<_>>() {
         for (dtype, bias, (seq_q, len), heads, head_dim, scale, soft_cap, mask, page_size, seed) in [
             (DType::BF16, ScoreBias::Additive, (70, 150), (2, 1), 64, None, None, Mask::Causal, Some(32), 1),
             (

@@ -57,7 +57,7 @@ mod work;
 
 use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::Element;
-use cuda_std::global;
+use cuda_std::{global, thread};
 
 use crate::tile::sequences;
 
@@ -118,7 +118,7 @@ impl Sequence {
         unsafe {
             let len = if tables.kv_lens.is_null() {
                 dims.seq_kv
-            } else if dims.tokens_kv != 0 {
+            } else if thread::opaque(dims.tokens_kv) != 0 {
                 sequences::Sequence::load(tables.kv_lens, index, dims.tokens_kv).len
             } else {
                 global::load(tables.kv_lens.add(index as usize))
@@ -159,7 +159,7 @@ impl Pages {
         let table = tables.page_table;
         let (first, first_row) = if !table.is_null() {
             (index * dims.table_stride, 0)
-        } else if dims.tokens_kv != 0 {
+        } else if thread::opaque(dims.tokens_kv) != 0 {
             // SAFETY: the caller's promise.
             (0, unsafe { sequences::Sequence::load(tables.kv_lens, index, dims.tokens_kv) }.start)
         } else {

@@ -245,7 +245,7 @@ pub(super) unsafe fn tile<
                 if has_cap(dims) {
                     cap(s, dims);
                 }
-                if !is_positive {
+                if !MASKED && !is_positive {
                     let mut i = 0;
                     while i < SCORES {
                         s[i] *= dims.scale;

@@ -7,6 +7,7 @@ use cuda_std::{global, math, thread, warp};
 
 use super::scores::{Blocks, Masks, capped};
 use super::{Visible, offset};
+use crate::tile::activation::tanh_rest;
 use crate::tile::softmax::{base, in_unit, log_sum_exp};
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
@@ -21,13 +22,38 @@ pub(super) struct Rows {
     pub(super) l: [f32; 2],
 }
 
-/// Scores under the soft cap, still to be multiplied by the scale.
+/// Scores under the soft cap, still to be multiplied by the scale. Where all scores of a warp are below the cap, as
+/// they mostly are, a polynomial does without the units for exponentials and reciprocals, which the softmax keeps busy.
+///
+/// # Safety
+/// - *converged*: the whole warp.
 #[inline(always)]
-pub(super) fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDims) {
+pub(super) unsafe fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDims) {
+    let (factor, cap) = (dims.scores.cap_in, dims.scores.cap_out);
+    let mut largest = 0.0;
     let mut i = 0;
     while i < SCORES {
-        s[i] = capped(s[i], dims);
+        largest = math::max_or_nan(largest, math::abs(s[i]));
         i += 1;
+    }
+    // SAFETY: the whole warp takes part — the caller.
+    let is_near = unsafe { warp::all(warp::FULL_MASK, largest * math::abs(factor) < 1.0) };
+    let mut i = 0;
+    if is_near {
+        // Opaque, or what the other way has in common would be computed ahead of the branch, in registers of its own.
+        let factor = f32::from_bits(thread::opaque(factor.to_bits()));
+        while i < SCORES {
+            // As `tanh` has it, for a score's bits do not hang on those beside it.
+            let part = s[i] * factor;
+            let square = part * part;
+            s[i] = cap * math::fma(part * square, tanh_rest(square), part);
+            i += 1;
+        }
+    } else {
+        while i < SCORES {
+            s[i] = capped(s[i], dims);
+            i += 1;
+        }
     }
 }
 
@@ -148,77 +174,93 @@ impl Masks {
         dims: &AttentionDims,
     ) -> [u32; PAIRS] {
         let scores = &dims.scores;
-        let bytes = if scores.bias == ADDED { 2 } else { 1 };
         // Results of queries that there are not are not used.
         let row = |query: u32| {
             let (batch_stride, head_stride) = (scores.bias_batch_stride, scores.bias_head_stride);
             let query = query.min(dims.seq_q - 1);
-            let at = offset(batch, batch_stride, query, scores.bias_query_stride, head, head_stride);
-            self.bias.wrapping_add((at + first as usize) * bytes)
+            offset(batch, batch_stride, query, scores.bias_query_stride, head, head_stride) + first as usize
         };
         let rows = [row(query), row(query + 8)];
-        let strides = scores.bias_batch_stride | scores.bias_head_stride | scores.bias_query_stride;
-        let pair_bytes = 2 * bytes;
-        let is_even = (self.bias as usize | (strides as usize * bytes)) & (pair_bytes - 1) == 0;
-        let mut pairs = [0; PAIRS];
-        let mut i = 0;
-        // SAFETY: the caller's promise: rows of queries and keys that there are.
+        let is_whole = end <= dims.seq_kv;
+        // SAFETY: the caller's promise: rows of queries that there are.
         unsafe {
-            if is_even && end <= dims.seq_kv {
-                while i < PAIRS {
-                    let at = rows[i % 2].wrapping_add(i / 2 * 8 * bytes);
-                    pairs[i] = if bytes == 2 {
-                        global::load(at.cast::<u32>())
-                    } else {
-                        u32::from(global::load(at.cast::<u16>()))
-                    };
-                    i += 1;
+            if scores.bias == ADDED {
+                let bias = self.bias.cast::<u16>();
+                let rows = [bias.wrapping_add(rows[0]), bias.wrapping_add(rows[1])];
+                if is_whole && (rows[0] as usize | rows[1] as usize).is_multiple_of(4) {
+                    even_pairs(rows, |at| global::load(at.cast::<u32>()))
+                } else {
+                    odd_pairs(rows, first, dims.seq_kv, |at, half| u32::from(global::load(at)) << (16 * half))
                 }
             } else {
-                while i < PAIRS {
-                    let mut j = 0;
-                    while j < 2 {
-                        let key = i / 2 * 8 + j;
-                        let at = rows[i % 2].wrapping_add(key * bytes);
-                        if first as usize + key < dims.seq_kv as usize {
-                            pairs[i] |= if bytes == 2 {
-                                u32::from(global::load(at.cast::<u16>())) << (16 * j)
-                            } else {
-                                u32::from(global::load(at)) << (8 * j)
-                            };
-                        }
-                        j += 1;
-                    }
-                    i += 1;
+                let rows = [self.bias.wrapping_add(rows[0]), self.bias.wrapping_add(rows[1])];
+                if is_whole && (rows[0] as usize | rows[1] as usize).is_multiple_of(2) {
+                    even_pairs(rows, |at| u32::from(global::load(at.cast::<u16>())))
+                } else {
+                    odd_pairs(rows, first, dims.seq_kv, |at, half| u32::from(global::load(at)) << (8 * half))
                 }
             }
         }
-        pairs
     }
 }
 
-/// Adds what [`Masks::pairs`] has loaded to the scores, which are multiplied by the scale already.
+/// Pairs of a thread's two rows, 8 keys apart, each by a load of its own.
+#[inline(always)]
+fn even_pairs<T, const PAIRS: usize>(rows: [*const T; 2], load: impl Fn(*const T) -> u32) -> [u32; PAIRS] {
+    let mut pairs = [0; PAIRS];
+    let mut i = 0;
+    while i < PAIRS {
+        pairs[i] = load(rows[i % 2].wrapping_add(i / 2 * 8));
+        i += 1;
+    }
+    pairs
+}
+
+/// The same by two loads, each of a key that there is.
+#[inline(always)]
+fn odd_pairs<T, const PAIRS: usize>(
+    rows: [*const T; 2],
+    first: u32,
+    keys: u32,
+    load: impl Fn(*const T, usize) -> u32,
+) -> [u32; PAIRS] {
+    let mut pairs = [0; PAIRS];
+    let mut i = 0;
+    while i < 2 * PAIRS {
+        let key = i / 4 * 8 + i % 2;
+        if first + (key as u32) < keys {
+            pairs[i / 2] |= load(rows[i / 2 % 2].wrapping_add(key), i % 2);
+        }
+        i += 1;
+    }
+    pairs
+}
+
+/// Multiplies scores by the scale, and adds what [`Masks::pairs`] has loaded.
 #[inline(always)]
 pub(super) fn add_pairs<T: Element, const SCORES: usize, const PAIRS: usize>(
     s: &mut [f32; SCORES],
     pairs: &[u32; PAIRS],
     dims: &AttentionDims,
 ) {
-    let mut i = 0;
-    while i < SCORES {
-        let (pair, half) = (pairs[i / 2], i % 2);
-        let mut terms = [0.0; 8];
-        T::unpack([pair, 0, 0, 0], &mut terms);
-        if dims.scores.bias == SEEN {
-            terms[half] = if pair >> (8 * half) & 0xff == 0 { f32::NEG_INFINITY } else { 0.0 };
+    // One branch for all of them. A hidden key's score may be anything.
+    if dims.scores.bias == SEEN {
+        let mut i = 0;
+        while i < SCORES {
+            let is_seen = pairs[i / 2] >> (8 * (i % 2)) & 0xff != 0;
+            s[i] = if is_seen { s[i] * dims.scale } else { f32::NEG_INFINITY };
+            i += 1;
         }
-        // Whatever a hidden key's score is.
-        s[i] = if terms[half] == f32::NEG_INFINITY {
-            f32::NEG_INFINITY
-        } else {
-            s[i] + in_unit::<T>(terms[half])
-        };
-        i += 1;
+    } else {
+        let mut i = 0;
+        while i < SCORES {
+            let mut terms = [0.0; 8];
+            T::unpack([pairs[i / 2], 0, 0, 0], &mut terms);
+            let term = terms[i % 2];
+            let sum = math::fma(s[i], dims.scale, in_unit::<T>(term));
+            s[i] = if term == f32::NEG_INFINITY { f32::NEG_INFINITY } else { sum };
+            i += 1;
+        }
     }
 }
 

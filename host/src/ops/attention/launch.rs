@@ -179,6 +179,7 @@ impl Planned {
             (*page_table).into(),
             to.lse,
             to.sinks,
+            scores.bias.into(),
             scores.blocks.into(),
             next_tile.view().into(),
             dims.into(),

@@ -220,7 +220,7 @@ pub struct Offsets<'a> {
 /// hide keys besides the mask and the window; a hidden key, also one whose number is −∞, makes no difference whatever
 /// it is. Blocks that no query of a kernel's tile sees are not read by the kernels of many queries, so time is in
 /// proportion to the others; those of few queries read all. On tensor cores there are kernels of many queries for
-/// additive and boolean masks (`mma.sync`, also on Hopper) and for block masks (Hopper's), not for both together.
+/// additive and boolean masks, and on Hopper for block masks too, alone or beside the others (values of up to 128).
 /// **Sinks** ([`ScoreTensors::sinks`]): a logit of each head joins the softmax's sum, and the log-sum-exp, without a
 /// key or value (gpt-oss); one of −∞ changes nothing.
 ///

@@ -119,8 +119,8 @@ fn or_one(view: &TensorView<'_>, axis: usize, sizes: &[usize]) -> Option<usize> 
 pub(super) fn runs(tile: AttentionTile, problem: &AttentionProblem) -> bool {
     let Scores { soft_cap, bias, blocks } = problem.scores;
     let has_masks = match tile {
-        AttentionTile::Wgmma { consumers, dim_v, .. } => {
-            bias == ScoreBias::None && (blocks.is_none() || wgmma_knows_blocks(consumers, dim_v))
+        AttentionTile::Wgmma { consumers, dim_v, masked, .. } => {
+            masked == (bias != ScoreBias::None) && (blocks.is_none() || wgmma_knows_blocks(consumers, dim_v))
         }
         AttentionTile::Prefill { .. } | AttentionTile::Decode { .. } => true,
         AttentionTile::PrefillMma { masked, .. } => masked == (bias != ScoreBias::None) && blocks.is_none(),

@@ -94,7 +94,7 @@ pub(super) fn split(variant: &AttentionVariant) -> Option<&'static AttentionVari
         other.tile.splits_keys() && heads && form && other.dtype == variant.dtype
     };
     match variant.tile {
-        AttentionTile::Wgmma { split: false, .. } => WGMMA_VARIANTS.iter().find(is_split),
+        AttentionTile::Wgmma { masked: false, split: false, .. } => WGMMA_VARIANTS.iter().find(is_split),
         AttentionTile::PrefillMma { masked: false, split: false, .. } => {
             PREFILL_MMA_VARIANTS.iter().find(is_split)
         }
@@ -137,7 +137,7 @@ fn holds(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
 
 /// Whether a kernel's largest score is that of the largest product.
 fn needs_positive(tile: AttentionTile) -> bool {
-    matches!(tile, AttentionTile::Wgmma { .. })
+    matches!(tile, AttentionTile::Wgmma { masked: false, .. })
 }
 
 /// Whether a kernel finds keys by a table of pages, of those that have a form for them and one for keys in one piece.
@@ -379,7 +379,7 @@ mod tests {
 
     #[test]
     fn masks_of_ones_own() {
-        let limits = |floor| DeviceLimits::new(floor, 100, 99 << 10);
+        let limits = |floor| DeviceLimits::new(floor, 100, 227 << 10);
         let table = [
             (
                 Arch::Sm80,
@@ -395,9 +395,17 @@ mod tests {
                 ScoreBias::Boolean,
                 None,
                 17,
-                "attention_f16__prefill_masked_d128__sm80",
+                "attention_f16__prefill_masked_d128__sm90a",
             ),
-            (Arch::Sm90a, DType::F16, ScoreBias::Boolean, Some(64), 17, "attention_f16__prefill_d128__sm61"),
+            (
+                Arch::Sm90a,
+                DType::F16,
+                ScoreBias::Boolean,
+                Some(64),
+                17,
+                "attention_f16__prefill_masked_d128__sm90a",
+            ),
+            (Arch::Sm80, DType::F16, ScoreBias::Boolean, Some(64), 17, "attention_f16__prefill_d128__sm61"),
             (Arch::Sm80, DType::F16, ScoreBias::None, Some(64), 17, "attention_f16__prefill_d128__sm61"),
             (Arch::Sm80, DType::F32, ScoreBias::Additive, None, 17, "attention_f32__prefill_d128__sm61"),
             (Arch::Sm80, DType::BF16, ScoreBias::Additive, None, 1, "attention_bf16__decode_d128_r4__sm61"),

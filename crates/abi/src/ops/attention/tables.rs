@@ -217,22 +217,28 @@ macro_rules! attention_prefill_mma_table {
 macro_rules! attention_wgmma_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16__prefill_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512, split: false };
-            attention_f16__prefill_split_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, split: true };
-            attention_f16__prefill_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
-            attention_f16__prefill_split_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
-            attention_f16__prefill_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
-            attention_f16__prefill_split_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
-            attention_f16__prefill_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: false };
-            attention_f16__prefill_split_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: true };
-            attention_bf16__prefill_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512, split: false };
-            attention_bf16__prefill_split_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, split: true };
-            attention_bf16__prefill_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
-            attention_bf16__prefill_split_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
-            attention_bf16__prefill_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
-            attention_bf16__prefill_split_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
-            attention_bf16__prefill_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: false };
-            attention_bf16__prefill_split_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: true };
+            attention_f16__prefill_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512, masked: false, split: false };
+            attention_f16__prefill_split_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, masked: false, split: true };
+            attention_f16__prefill_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: false };
+            attention_f16__prefill_split_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: true };
+            attention_f16__prefill_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: false };
+            attention_f16__prefill_split_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: true };
+            attention_f16__prefill_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, masked: false, split: false };
+            attention_f16__prefill_split_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, masked: false, split: true };
+            attention_f16__prefill_masked_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, masked: true, split: false };
+            attention_f16__prefill_masked_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: true, split: false };
+            attention_f16__prefill_masked_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, masked: true, split: false };
+            attention_bf16__prefill_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512, masked: false, split: false };
+            attention_bf16__prefill_split_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, masked: false, split: true };
+            attention_bf16__prefill_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: false };
+            attention_bf16__prefill_split_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: true };
+            attention_bf16__prefill_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: false };
+            attention_bf16__prefill_split_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: false, split: true };
+            attention_bf16__prefill_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, masked: false, split: false };
+            attention_bf16__prefill_split_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, masked: false, split: true };
+            attention_bf16__prefill_masked_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, masked: true, split: false };
+            attention_bf16__prefill_masked_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, masked: true, split: false };
+            attention_bf16__prefill_masked_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, masked: true, split: false };
         }
     };
 }

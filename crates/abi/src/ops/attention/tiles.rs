@@ -112,6 +112,8 @@ pub enum AttentionTile {
         /// Threads of the block: theirs, and as many as a warpgroup has.
         threads: u32,
         /// As for `PrefillMma`.
+        masked: bool,
+        /// As for `PrefillMma`.
         split: bool,
     },
 }

@@ -4,6 +4,7 @@ use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::Element;
 use cuda_std::{fence, global, mbarrier, shared, thread, warp};
 
+use super::super::scores::Masks;
 use super::super::{Pages, offset};
 use super::walk::{Border, Places, Turn, Walk};
 use super::{CLEANER_WARPS, ROW_BYTES};
@@ -95,10 +96,17 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
 /// two columns.
 ///
 /// # Safety
-/// - All 128 threads of the consumer, whose results are in the boxes; v *in-bounds* for `dims`.
+/// - All 128 threads of the consumer, whose results are in the boxes; v and the masks *in-bounds* for `dims`.
 #[inline(always)]
-pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32, const SPLIT: bool>(
+pub(super) unsafe fn spoil<
+    T: Element,
+    const KEYS: u32,
+    const ROWS: u32,
+    const MASKED: bool,
+    const SPLIT: bool,
+>(
     walk: &Walk,
+    masks: Masks,
     boxes: u32,
     consumer: u32,
     member: u32,
@@ -115,7 +123,7 @@ pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32, const S
     // SAFETY: keys that some row sees and columns of the head are inside v; a pair of columns is this thread's alone.
     unsafe {
         while col < dims.head_dim_v && key < keys.hi {
-            if walk.is_border::<KEYS>(key as u32 / KEYS, dims) {
+            if MASKED || walk.is_border::<KEYS>(key as u32 / KEYS, dims) {
                 let at = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
                 let at = v.add(at + col as usize);
                 let values = [global::load(at).to_f32(), global::load(at.add(1)).to_f32()];
@@ -123,7 +131,7 @@ pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32, const S
                 let mut row = thread::opaque(0);
                 let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
                 while (is_bad[0] || is_bad[1]) && row < 64 {
-                    if walk.sees(first_query + row, key, dims) {
+                    if walk.sees::<T, MASKED>(first_query + row, key, masks, dims) {
                         let piece = (col / 8 % 8) ^ (row & 7);
                         let at = boxes + (col / 64 * ROWS + row) * ROW_BYTES + piece * 16 + col % 8 * 2;
                         let mut pair = [0f32; 8];

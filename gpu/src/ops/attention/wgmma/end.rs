@@ -4,7 +4,7 @@ use abi::ops::attention::{AttentionDims, wgmma_knows_blocks, wgmma_out_in_q};
 use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, shared, thread, tma, warp};
 
-use super::super::scores::sink;
+use super::super::scores::{Masks, sink};
 use super::super::softmax::{Rows, round as round_results, scale_rows, store_lse};
 use super::super::tile::Tile;
 use super::super::{Pages, Tables, offset};
@@ -28,7 +28,7 @@ pub(super) struct Ends {
 /// - *converged*: all 128 threads of the consumer, whose scores are done; the rest is the caller's promise to
 ///   [`super::tiles`].
 #[inline(always)]
-pub(super) unsafe fn settle<T: Multiplicand, const SPLIT: bool>(
+pub(super) unsafe fn settle<T: Multiplicand, const MASKED: bool, const SPLIT: bool>(
     rows: &Rows,
     round: u32,
     places: Places,
@@ -55,7 +55,7 @@ pub(super) unsafe fn settle<T: Multiplicand, const SPLIT: bool>(
         while half < 2 {
             let mut sum = warp::sum_f32::<4>(rows.l[half]);
             ends.is_empty[half] = sum == 0.0;
-            let mut m = rows.m[half] * dims.scale;
+            let mut m = rows.m[half] * if MASKED { 1.0 } else { dims.scale };
             let decay = join::<T>(&mut m, &mut sum, sink);
             ends.factors[half] = math::rcp(sum) * decay;
             let row = row + 8 * half as u32;
@@ -109,12 +109,13 @@ pub(super) unsafe fn finish<
     const CONSUMERS: u32,
     const ROWS: u32,
     const WORDS: usize,
+    const MASKED: bool,
     const SPLIT: bool,
 >(
     words: &[u32; WORDS],
     round: u32,
     is_marked: bool,
-    (maps, places, v, out, tables, blocks): (Maps, Places, *const T, *mut T, Tables, *const u32),
+    (maps, places, v, out, tables, masks): (Maps, Places, *const T, *mut T, Tables, Masks),
     dims: &AttentionDims,
 ) {
     // SAFETY: the tile's words; rows that there are, and the consumer's own boxes — the caller.
@@ -131,8 +132,8 @@ pub(super) unsafe fn finish<
             barrier::sync(OWN + consumer, 128);
             let tile = Tile::new::<KEYS, ROWS, SPLIT>(TileWords::number(places, round), tables, dims);
             let pages = Pages::new(tables, dims, tile.batch);
-            let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
-            spoil::<T, KEYS, ROWS, SPLIT>(&walk, boxes, consumer, member, v, pages, dims);
+            let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), masks, dims);
+            spoil::<T, KEYS, ROWS, MASKED, SPLIT>(&walk, masks, boxes, consumer, member, v, pages, dims);
         }
         fence::proxy_async_shared();
         barrier::sync(OWN + consumer, 128);

@@ -6,11 +6,12 @@ use cuda_std::kernel;
 use cuda_std::tma::TensorMap;
 
 use super::super::Tables;
+use super::super::scores::Masks;
 use super::{Maps, tiles};
 
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, Wgmma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
-       consumers: $consumers:literal, threads: $threads:literal, split: $split:literal };)*) => {$(
+       consumers: $consumers:literal, threads: $threads:literal, masked: $masked:literal, split: $split:literal };)*) => {$(
         /// Entry point; see `wgmma` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -29,12 +30,14 @@ macro_rules! wgmma_entries {
             page_table: *const u32,
             lse: *mut f32,
             sinks: *const f32,
+            bias: *const u8,
             blocks: *const u32,
             counter: *mut u32,
             dims: AttentionDims,
         ) {
             let maps = Maps { q, k, v: v_map, out: out_map };
             let tables = Tables { kv_lens, q_offsets, page_table };
+            let masks = Masks { bias, blocks };
             // SAFETY: the caller's promise.
             unsafe {
                 tiles::<
@@ -48,8 +51,9 @@ macro_rules! wgmma_entries {
                     { $dim_v / 2 },
                     { $keys / 4 },
                     { $dim_v / 4 },
+                    $masked,
                     $split,
-                >(maps, v, out, tables, lse, sinks, blocks, counter, &dims)
+                >(maps, v, out, tables, lse, sinks, masks, counter, &dims)
             }
         }
     )*};

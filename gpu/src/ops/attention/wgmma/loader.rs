@@ -4,6 +4,7 @@ use abi::ops::attention::{AttentionDims, wgmma_knows_blocks};
 use cuda_std::tma::TensorMap;
 use cuda_std::{mbarrier, thread, tma};
 
+use super::super::scores::Masks;
 use super::super::tile::Tile;
 use super::super::{Pages, Tables};
 use super::walk::{Border, NONE, Places, Step, TileWords, Tiles, Turn, Walk};
@@ -20,12 +21,13 @@ pub(super) unsafe fn load<
     const KEYS: u32,
     const ROWS: u32,
     const EARLY: bool,
+    const MASKED: bool,
     const SPLIT: bool,
 >(
     maps: Maps,
     places: Places,
     tables: Tables,
-    blocks: *const u32,
+    masks: Masks,
     counter: *mut u32,
     dims: &AttentionDims,
 ) {
@@ -38,7 +40,7 @@ pub(super) unsafe fn load<
             let walk = Walk::new::<ROWS>(
                 Tile::new::<KEYS, ROWS, SPLIT>(number, tables, dims),
                 wgmma_knows_blocks(ROWS / 64, DIM_V),
-                blocks,
+                masks,
                 dims,
             );
             let tile = &walk.tile;
@@ -89,7 +91,8 @@ pub(super) unsafe fn load<
                     let mut full = places.full_v(turn);
                     mbarrier::wait_parity(places.empty_v(turn), places.parity(turn) ^ 1);
                     let first = loaded.index() * KEYS;
-                    if loaded.is_border() {
+                    // With a mask of one's own any row may not see any key.
+                    if MASKED || loaded.is_border() {
                         let border = Turn(counts % 8);
                         Border::new::<KEYS>(turn, last - first, tiles.round).store(places, border);
                         full = places.raw_v(border);

@@ -79,8 +79,10 @@ use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registe
 use cuda_std::{barrier, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
 use super::Tables;
-use super::scores::{Blocks, has_blocks, has_cap};
-use super::softmax::{Groups, Rows, cap, mask, raise, round as round_weights, scale_rows, weights};
+use super::scores::{Blocks, Masks, has_blocks, has_cap};
+use super::softmax::{
+    Groups, Rows, add_pairs, cap, mask, raise, round as round_weights, scale_rows, weights,
+};
 use crate::matmul::multiplicand::Multiplicand;
 use borders::clean;
 use end::{finish, results, settle};
@@ -112,8 +114,8 @@ pub(super) struct Maps {
 /// # Safety
 /// - Blocks of `128 · (CONSUMERS + 1)` threads, shared memory as `AttentionTile::smem_bytes` says; `SCORES`, `SUMS`,
 ///   `WEIGHTS` and `WORDS` are `KEYS / 2`, `DIM_V / 2`, `KEYS / 4` and `DIM_V / 4`.
-/// - The maps are those of `Attention::run`, the scale is positive; v, out, the tables, lse, sinks and the block mask
-///   *in-bounds* for `dims`.
+/// - The maps are those of `Attention::run`, the scale is positive unless the kernel is `MASKED`; v, out, the tables,
+///   lse, sinks and the masks *in-bounds* for `dims`. There is a bias if, and only if, the kernel is `MASKED`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn tiles<
@@ -127,6 +129,7 @@ pub(super) unsafe fn tiles<
     const SUMS: usize,
     const WEIGHTS: usize,
     const WORDS: usize,
+    const MASKED: bool,
     const SPLIT: bool,
 >(
     maps: Maps,
@@ -135,7 +138,7 @@ pub(super) unsafe fn tiles<
     tables: Tables,
     lse: *mut f32,
     sinks: *const f32,
-    blocks: *const u32,
+    masks: Masks,
     counter: *mut u32,
     dims: &AttentionDims,
 ) where
@@ -197,9 +200,13 @@ pub(super) unsafe fn tiles<
                 clean::<T, DIM_V, KEYS>(places);
             } else if thread == 0 && wgmma_knows_blocks(CONSUMERS, DIM_V) {
                 // Tiles are drawn early where the loader has registers for it.
-                load::<DIM, DIM_V, KEYS, ROWS, true, SPLIT>(maps, places, tables, blocks, counter, dims);
+                load::<DIM, DIM_V, KEYS, ROWS, true, MASKED, SPLIT>(
+                    maps, places, tables, masks, counter, dims,
+                );
             } else if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS, false, SPLIT>(maps, places, tables, blocks, counter, dims);
+                load::<DIM, DIM_V, KEYS, ROWS, false, MASKED, SPLIT>(
+                    maps, places, tables, masks, counter, dims,
+                );
             }
         } else {
             if wgmma_knows_blocks(CONSUMERS, DIM_V) {
@@ -209,7 +216,7 @@ pub(super) unsafe fn tiles<
             } else {
                 registers::increase::<160>();
             }
-            consume::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SCORES, SUMS, WEIGHTS, WORDS, SPLIT>(
+            consume::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SCORES, SUMS, WEIGHTS, WORDS, MASKED, SPLIT>(
                 maps,
                 places,
                 warpgroup - 1,
@@ -218,7 +225,7 @@ pub(super) unsafe fn tiles<
                 tables,
                 lse,
                 sinks,
-                blocks,
+                masks,
                 dims,
             );
         }
@@ -248,6 +255,7 @@ unsafe fn consume<
     const SUMS: usize,
     const WEIGHTS: usize,
     const WORDS: usize,
+    const MASKED: bool,
     const SPLIT: bool,
 >(
     maps: Maps,
@@ -258,7 +266,7 @@ unsafe fn consume<
     tables: Tables,
     lse: *mut f32,
     sinks: *const f32,
-    blocks: *const u32,
+    masks: Masks,
     dims: &AttentionDims,
 ) where
     [f32; SCORES]: Registers,
@@ -295,11 +303,11 @@ unsafe fn consume<
             round += 1;
             mbarrier::wait_parity(places.full_q(round), places.parity_q(round));
             let [what, ..] = TileWords::of_masks(places, round);
-            let all = (maps, places, v, out, tables, blocks);
+            let all = (maps, places, v, out, tables, masks);
             if is_early && is_due {
                 let has_scores = what == STEPS && TileWords::of_rows(places, round)[3] > consumer * 64;
                 if warp::shuffle_idx(warp::FULL_MASK, u32::from(has_scores), 0) == 0 {
-                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, SPLIT>(
+                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, MASKED, SPLIT>(
                         &words,
                         round - 1,
                         false,
@@ -354,7 +362,19 @@ unsafe fn consume<
                         release(empty_q);
                     }
                 };
-                let of_borders = |round: u32| (places, round, consumer, member, blocks);
+                let of_masks = |round: u32| (places, round, consumer, member, masks);
+                let bias_of = |step: Step| -> [u32; WEIGHTS] {
+                    if !MASKED {
+                        return [0; WEIGHTS];
+                    }
+                    let [_, first_query, ..] = TileWords::of_masks(places, round);
+                    let [_, head, batch, _] = TileWords::of_rows(places, round);
+                    // Opaque, or what follows would be computed before the loop and kept in registers.
+                    let member = thread::opaque(member ^ step.index()) ^ step.index();
+                    let query = first_query + first_row(consumer, member);
+                    let first = step.index() * KEYS;
+                    masks.pairs([batch, head, query], first + member % 4 * 2, first + KEYS, dims)
+                };
                 if what == STEPS {
                     mbarrier::wait_parity(places.full_k(turn), places.parity(turn));
                     let mut step = Step::load(places, turn);
@@ -362,7 +382,7 @@ unsafe fn consume<
                     scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn));
                     barrier::arrive(next_turn, 256);
                     if is_early && is_due {
-                        finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, SPLIT>(
+                        finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, MASKED, SPLIT>(
                             &words,
                             round - 1,
                             false,
@@ -370,9 +390,17 @@ unsafe fn consume<
                             dims,
                         );
                     }
+                    let mut bias = bias_of(step);
                     wgmma::wait_group::<0>(&mut s);
                     release_scores(step, turn);
-                    weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(&mut s, &mut rows, step, of_borders(round), dims);
+                    weigh::<T, DIM_V, KEYS, CONSUMERS, SCORES, WEIGHTS, MASKED>(
+                        &mut s,
+                        &mut rows,
+                        step,
+                        &bias,
+                        of_masks(round),
+                        dims,
+                    );
                     round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     let mut accumulate = Accumulate::Overwrite;
                     let wait_for_next_k = |step: Step, turn: Turn| {
@@ -388,6 +416,8 @@ unsafe fn consume<
                         let before = turn;
                         turn.0 += 1;
                         step = Step::load(places, turn);
+                        // On its way while the products are made.
+                        bias = bias_of(step);
                         barrier::sync(own_turn, 256);
                         scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn));
                         mbarrier::wait_parity(places.full_v(before), places.parity(before));
@@ -396,11 +426,12 @@ unsafe fn consume<
                         accumulate = Accumulate::Add;
                         wgmma::wait_group::<1>(&mut s);
                         release_scores(step, turn);
-                        let decay = weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
+                        let decay = weigh::<T, DIM_V, KEYS, CONSUMERS, SCORES, WEIGHTS, MASKED>(
                             &mut s,
                             &mut rows,
                             step,
-                            of_borders(round),
+                            &bias,
+                            of_masks(round),
                             dims,
                         );
                         // Here, because ptxas moves the wait for the products to the front of its basic block: this
@@ -424,19 +455,19 @@ unsafe fn consume<
                     values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, v_at, accumulate);
                     let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
                     is_marked = mark(0) | mark(1) | mark(2);
-                    ends = settle::<T, SPLIT>(&rows, round, places, lse, sinks, dims);
+                    ends = settle::<T, MASKED, SPLIT>(&rows, round, places, lse, sinks, dims);
                     wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                     release(places.empty_v(turn));
                     turn.0 += 1;
                 } else {
-                    ends = settle::<T, SPLIT>(&rows, round, places, lse, sinks, dims);
+                    ends = settle::<T, MASKED, SPLIT>(&rows, round, places, lse, sinks, dims);
                 }
 
                 results::<T, SUMS, WORDS>(&mut o, ends, &mut words);
                 // What is marked takes long, and more registers.
                 is_due = is_early && warp::shuffle_idx(warp::FULL_MASK, u32::from(is_marked), 0) == 0;
                 if !is_due {
-                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, SPLIT>(
+                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, MASKED, SPLIT>(
                         &words, round, is_marked, all, dims,
                     );
                 }
@@ -450,22 +481,40 @@ unsafe fn consume<
 }
 
 /// From scores to weights, of which those that a row does not see are 0. Returns what older results are to be
-/// multiplied by, if they are: that is the warp's own decision, so no `wgmma` may depend on it.
+/// multiplied by, if they are: that is the warp's own decision, so no `wgmma` may depend on it. `bias` is what
+/// [`Masks::pairs`] has loaded, if the kernel is `MASKED`.
 ///
 /// # Safety
 /// - *converged*: the whole warp; the tile's words, and the block mask *in-bounds* for `dims`.
 #[inline(always)]
-unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const SCORES: usize>(
+unsafe fn weigh<
+    T: Multiplicand,
+    const DIM_V: u32,
+    const KEYS: u32,
+    const CONSUMERS: u32,
+    const SCORES: usize,
+    const WEIGHTS: usize,
+    const MASKED: bool,
+>(
     s: &mut [f32; SCORES],
     rows: &mut Rows,
     step: Step,
-    (places, round, consumer, member, blocks): (Places, u32, u32, u32, *const u32),
+    bias: &[u32; WEIGHTS],
+    (places, round, consumer, member, masks): (Places, u32, u32, u32, Masks),
     dims: &AttentionDims,
 ) -> Option<[f32; 2]> {
+    // A bias is added to scores that are multiplied by the scale.
+    let scale = if MASKED { 1.0 } else { dims.scale };
     // SAFETY: the caller's promise.
     unsafe {
-        if step.is_special() {
+        if MASKED {
             if has_cap(dims) {
+                cap(s, dims);
+            }
+            add_pairs::<T, SCORES, WEIGHTS>(s, bias, dims);
+        }
+        if if MASKED { step.is_border() } else { step.is_special() } {
+            if !MASKED && has_cap(dims) {
                 cap(s, dims);
             }
             if step.is_border() {
@@ -478,17 +527,17 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
                 let mut groups = Groups::new(dims, bounds, query, key);
                 if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
                     let [blocks_place, ..] = TileWords::of_rows(places, round);
-                    groups = groups.of_blocks(Blocks(blocks).of_head(blocks_place), query, key, dims);
+                    groups = groups.of_blocks(Blocks(masks.blocks).of_head(blocks_place), query, key, dims);
                 }
                 let lane = member % 32;
                 mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
                 // Mostly a tile's first step, in which all is new.
-                let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, dims.scale);
+                let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, scale);
                 weights(s, groups, rows, exponents, decay);
                 return decay;
             }
         }
-        let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, dims.scale);
+        let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, scale);
         weights(s, Groups::UNKNOWN, rows, exponents, decay);
         decay
     }

@@ -4,10 +4,11 @@ use abi::ops::attention::{
     AttentionDims, WGMMA_BARRIER_BYTES, WGMMA_MAX_STAGES, wgmma_out_in_q, wgmma_q_places, wgmma_stages_log2,
 };
 use cuda_std::atomic::{self, Order};
+use cuda_std::cvt::Element;
 use cuda_std::{shared, thread};
 
 use super::super::Tables;
-use super::super::scores::{Blocks, has_blocks};
+use super::super::scores::{Blocks, Masks, has_blocks};
 use super::super::tile::Tile;
 
 /// Marks are kept for so many tiles: loads run ahead of a consumer by less.
@@ -320,11 +321,11 @@ impl Walk {
     pub(super) fn new<const ROWS: u32>(
         tile: Tile,
         knows_blocks: bool,
-        blocks: *const u32,
+        masks: Masks,
         dims: &AttentionDims,
     ) -> Self {
         let has_blocks = knows_blocks && has_blocks(dims);
-        let blocks = Blocks::new(blocks, tile.batch, tile.head, dims);
+        let blocks = Blocks::new(masks.blocks, tile.batch, tile.head, dims);
         let queries = [tile.first_query, (tile.first_query + ROWS).min(tile.own.seq_q).max(1) - 1];
         Walk { tile, has_blocks, blocks, queries }
     }
@@ -359,15 +360,32 @@ impl Walk {
             || (self.has_blocks && unsafe { !self.blocks.all(self.queries, start, end, dims) })
     }
 
-    /// Whether a row sees a key.
+    /// Whether a row sees a key: with the masks of a kernel that is `MASKED`, and blocks that it knows.
     ///
     /// # Safety
-    /// - As for [`Walk::below`]; the key is one of the sequence's, the query one of the tile's.
+    /// - As for [`Walk::below`], and of the masks the same; the key is one of the sequence's, the query one of the
+    ///   tile's.
     #[inline(always)]
-    pub(super) unsafe fn sees(&self, query: u32, key: i32, dims: &AttentionDims) -> bool {
-        self.tile.own.visible(dims, query).has(key)
-            // SAFETY: the caller's promise.
-            && (!self.has_blocks || unsafe { self.blocks.has(query.min(self.queries[1]), key as u32, dims) })
+    pub(super) unsafe fn sees<T: Element, const MASKED: bool>(
+        &self,
+        query: u32,
+        key: i32,
+        masks: Masks,
+        dims: &AttentionDims,
+    ) -> bool {
+        let Tile { batch, head, own, .. } = self.tile;
+        let last = self.queries[1];
+        if !own.visible(dims, query).has(key) {
+            return false;
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            if MASKED {
+                masks.term::<T>([batch, head, query.min(last)], key as u32, dims).is_some()
+            } else {
+                !self.has_blocks || self.blocks.has(query.min(last), key as u32, dims)
+            }
+        }
     }
 }
 
