@@ -31,6 +31,11 @@ fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
     every_kernel("gated_delta", case(), Case::both, run_forms)
 }
 
+/// The same bits; any NaN equals any NaN, which huge values may make.
+fn same_bits(got: &[f64], want: &[f64]) -> Result<(), TestCaseError> {
+    testkit::compare::check_bits_eq(got, want).map_err(|mismatch| fail(mismatch.to_string()))
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(48))]
 
@@ -53,7 +58,7 @@ proptest! {
     fn packing_does_not_show((case, on) in on_executors(case, |case| 2 * case.both())) {
         let data = Data::new(&case);
         for device in &on.devices() {
-            for form in [Form::Recurrent, case.chunked()] {
+            for form in case.forms(device) {
                 let (out, state) = run_once(device, &case, &data, &case.lens, Some(form))?;
                 let (mut alone, mut alone_state) = (Vec::new(), data.state.clone());
                 for (range, &slot) in ranges(&case.lens).iter().zip(&data.slots) {
@@ -62,8 +67,8 @@ proptest! {
                     alone.extend(rows);
                     alone_state = next;
                 }
-                prop_assert_eq!(&out, &alone);
-                prop_assert_eq!(&state, &alone_state);
+                same_bits(&out, &alone)?;
+                same_bits(&state, &alone_state)?;
             }
         }
     }
@@ -79,7 +84,7 @@ proptest! {
         let data = Data::new(&case);
         for device in &on.devices() {
             let (whole, whole_state) = run_once(device, &case, &data, &case.lens, Some(Form::Recurrent))?;
-            for last in [case.chunked(), Form::Recurrent] {
+            for last in case.forms(device) {
                 let want = expected(&case, &data, last).or(expected(&case, &data, Form::Recurrent));
                 // Two pieces, and the rest.
                 let mut out = vec![f64::NAN; want.out.len()];
@@ -100,8 +105,8 @@ proptest! {
                     }
                 }
                 if last == Form::Recurrent {
-                    prop_assert_eq!(&out, &whole);
-                    prop_assert_eq!(&state, &whole_state);
+                    same_bits(&out, &whole)?;
+                    same_bits(&state, &whole_state)?;
                 }
                 want.check(&format!("{last:?} in pieces"), &case, &out, &state)?;
             }
@@ -154,7 +159,7 @@ fn what_belongs_to_nobody_is_left() -> Result<(), TestCaseError> {
     let case = Case { heads_k: heads, lens: vec![70; 3], ..one_head(DType::F32, 0, dim, dim) };
     let data = Data::new(&case);
     for device in &devices() {
-        for form in [Form::Recurrent, case.chunked()] {
+        for form in case.forms(device) {
             let stream = device.stream()?;
             let rows = |values: &[f64], width| {
                 Rows::input(&stream, DType::F32, values, width, Layout::default()).map_err(fail)
@@ -249,7 +254,7 @@ fn rates_and_gates_beyond_f32() -> Result<(), TestCaseError> {
         let size = dim * dim;
         let at = data.slots[0] as usize * size;
         for device in &devices_for(case.both()) {
-            for form in [Form::Recurrent, case.chunked()] {
+            for form in case.forms(device) {
                 let (out, state) = run_once(device, &case, &data, &case.lens, Some(form))?;
                 let what = format!("{a_log} {a} {dt_bias} {form:?} {device:?}");
                 prop_assert!(out.iter().all(|value| value.is_finite()), "{}", what);
@@ -287,10 +292,12 @@ fn decays_after_a_reset_keep_their_digits() -> Result<(), TestCaseError> {
 #[test]
 fn nan_goes_forward_only() -> Result<(), TestCaseError> {
     let (tokens, bad, dim_v) = (70, 40, 8);
-    let case = one_head(DType::F32, tokens, 8, dim_v);
-    for device in &devices_for(case.both()) {
-        for form in [Form::Recurrent, case.chunked()] {
-            let data = Data::new(&case);
+    let cases = [DType::F32, DType::BF16].map(|dtype| one_head(dtype, tokens, 8, dim_v));
+    for device in &devices_for(2 * cases[0].both()) {
+        let forms =
+            cases.iter().flat_map(|case| case.forms(device).into_iter().map(move |form| (case, form)));
+        for (case, form) in forms {
+            let data = Data::new(case);
             let mut value = data.clone();
             value.v[bad * dim_v + 3] = f64::NAN;
             let mut key = data.clone();
@@ -306,7 +313,7 @@ fn nan_goes_forward_only() -> Result<(), TestCaseError> {
             let cases: [(_, &Data, IsNan<'_>); 4] =
                 [("v", &value, &column), ("k", &key, &whole), ("a", &gate, &whole), ("q", &query, &row)];
             for (what, data, is_nan) in cases {
-                let (out, _) = run_once(device, &case, data, &case.lens, Some(form))?;
+                let (out, _) = run_once(device, case, data, &case.lens, Some(form))?;
                 for (index, value) in out.iter().enumerate() {
                     let (token, col) = (index / dim_v, index % dim_v);
                     assert_eq!(

@@ -7,7 +7,7 @@ use testkit::compare::{Scale, Tolerance};
 use testkit::round::round_all;
 use testkit::strategies::{Rng, Values, dims_from, stride_padding};
 use warpforge::ops::gated_delta::{Form, GatedDelta, GatedDeltaArgs, GatedDeltaProblem, reference};
-use warpforge::{DType, Device, Tensor};
+use warpforge::{Arch, DType, Device, Tensor};
 
 use crate::harness::{Layout, Rows, Wanted, check, fail, floats, heads_of, layouts, store, swapped, values};
 
@@ -138,7 +138,7 @@ impl Case {
     fn work(&self, form: Form) -> usize {
         match form {
             Form::Recurrent => self.tokens() * self.heads_v() * self.dim_v.div_ceil(8) * 5500,
-            Form::Chunked { .. } => {
+            Form::Chunked { .. } | Form::ChunkedMma { .. } => {
                 let chunks: usize = self.lens.iter().map(|len| len.div_ceil(64)).sum();
                 let chunk = 256 * (300 + 100 * self.dim_k.div_ceil(32));
                 let scan = 256 * (500 + 600 * self.dim_k.div_ceil(64));
@@ -153,6 +153,13 @@ impl Case {
 
     pub(super) fn chunked(&self) -> Form {
         Form::Chunked { pass: self.pass }
+    }
+
+    /// Every form that a device has for the case.
+    pub(super) fn forms(&self, device: &Device) -> Vec<Form> {
+        let has_mma = device.limits().is_none_or(|limits| limits.floor.runs(Arch::Sm80));
+        let mma = (has_mma && self.dtype != DType::F32).then_some(Form::ChunkedMma { pass: self.pass });
+        [Form::Recurrent, self.chunked()].into_iter().chain(mma).collect()
     }
 
     pub(super) fn problem(&self) -> GatedDeltaProblem {
@@ -199,6 +206,9 @@ impl Data {
                 round_all(dtype, &normal.iter().map(|value| value * long).collect::<Vec<_>>())
             }
         };
+        let v = values(case.values, dtype, tokens * heads_v * dim_v, seed ^ 4);
+        // Sums of terms beyond f32 may be anything: room for those of all tokens and elements.
+        let room = if case.values == Values::Huge && dtype != DType::F16 { 2f64.powi(-16) } else { 1.0 };
         let mut a = |_| match (decay, rng.below(4)) {
             (Decay::Wide, _) => WIDE_GATES[rng.below(WIDE_GATES.len())],
             (Decay::Least, _) | (Decay::Mixed, 0) => -14.0,
@@ -210,7 +220,7 @@ impl Data {
         Data {
             q: values(Values::Normal, dtype, tokens * keys_width, seed ^ 3),
             k,
-            v: values(case.values, dtype, tokens * heads_v * dim_v, seed ^ 4),
+            v: v.iter().map(|v| v * room).collect(),
             b: round_all(dtype, &b.iter().map(|b| 3.0 * b).collect::<Vec<_>>()),
             a: round_all(dtype, &a),
             // As they are initialised: ln of 1 to 16.
@@ -335,7 +345,7 @@ fn naive(input: reference::Head<'_>, case: &Case, form: Form) -> (Vec<f64>, Vec<
             let outcome = reference::gated_delta::<f32>(input, case.dim_k, store(case.dtype));
             (outcome.out, outcome.state)
         }
-        Form::Chunked { .. } => {
+        Form::Chunked { .. } | Form::ChunkedMma { .. } => {
             reference::gated_delta_chunked::<f32>(input, case.dim_k, 64, store(case.dtype))
         }
     }
@@ -455,8 +465,13 @@ pub(super) fn run(device: &Device, case: &Case, form: Option<Form>) -> Result<()
 /// The wanted kernels that can do the case.
 pub(super) fn run_forms(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     for device in cards {
-        for (form, kernel) in [(Form::Recurrent, "recurrent"), (case.chunked(), "scan")] {
-            if wanted(&format!("gated_delta_{}__{kernel}__sm61", case.dtype)) {
+        for form in case.forms(device) {
+            let kernel = match form {
+                Form::Recurrent => "recurrent__sm61",
+                Form::Chunked { .. } => "scan__sm61",
+                Form::ChunkedMma { .. } => "scan__sm80",
+            };
+            if wanted(&format!("gated_delta_{}__{kernel}", case.dtype)) {
                 run(device, case, Some(form))?;
             }
         }

@@ -1,6 +1,6 @@
 //! Gated delta rule: parameters and entry points.
 
-use crate::DType;
+use crate::{Arch, DType};
 
 /// Sizes and strides of one launch, in elements.
 #[repr(C)]
@@ -86,6 +86,10 @@ pub enum GatedDeltaTile {
     Chunk,
     /// Second half: a block walks through a sequence chunk by chunk, with a slice of the state in shared memory.
     Scan,
+    /// The first half on tensor cores.
+    ChunkMma,
+    /// The second half on tensor cores, with a slice of the state in registers and in shared memory.
+    ScanMma,
 }
 
 impl GatedDeltaTile {
@@ -93,19 +97,21 @@ impl GatedDeltaTile {
     pub const fn threads(self) -> u32 {
         match self {
             GatedDeltaTile::Recurrent => 128,
-            GatedDeltaTile::Chunk | GatedDeltaTile::Scan => 256,
+            _ => 256,
         }
     }
 
     /// Shared memory of a block in bytes, for a `dim_k` of up to [`MAX_DIM_K`].
     ///
     /// Chunk: the matrix A, the inverse or before that slices of q and k, five columns. Scan: the slice of the state,
-    /// the chunk's values, a tile of 64 by 64.
+    /// the chunk's values, a tile of 64 by 64. ScanMma: the slice of the state and three matrices of the chunk's
+    /// values, each in two parts, a power of two for each token, two marks of each warp.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             GatedDeltaTile::Recurrent => 0,
-            GatedDeltaTile::Chunk => (2 * CHUNK * CHUNK + 5 * CHUNK) * 4,
+            GatedDeltaTile::Chunk | GatedDeltaTile::ChunkMma => (2 * CHUNK * CHUNK + 5 * CHUNK) * 4,
             GatedDeltaTile::Scan => (MAX_DIM_K * SLICE + CHUNK * SLICE + CHUNK * CHUNK) * 4,
+            GatedDeltaTile::ScanMma => (2 * MAX_DIM_K * SLICE + 6 * CHUNK * SLICE + CHUNK + 16) * 4,
         }
     }
 }
@@ -120,12 +126,14 @@ pub struct GatedDeltaVariant {
     pub dtype: DType,
     /// What it does.
     pub tile: GatedDeltaTile,
+    /// The least architecture that runs it.
+    pub floor: Arch,
 }
 
 /// Hands every row of the table to the macro `$callback`.
 #[macro_export]
 macro_rules! gated_delta_table {
-    ($callback:path) => {
+    ($callback:ident) => {
         $callback! {
             gated_delta_f32__recurrent__sm61 => f32, F32, Recurrent;
             gated_delta_f32__chunk__sm61 => f32, F32, Chunk;
@@ -140,14 +148,37 @@ macro_rules! gated_delta_table {
     };
 }
 
+/// The same for the kernels of tensor cores.
+#[macro_export]
+macro_rules! gated_delta_mma_table {
+    ($callback:ident) => {
+        $callback! {
+            gated_delta_f16__chunk__sm80 => f16, F16, ChunkMma;
+            gated_delta_f16__scan__sm80 => f16, F16, ScanMma;
+            gated_delta_bf16__chunk__sm80 => bf16, BF16, ChunkMma;
+            gated_delta_bf16__scan__sm80 => bf16, BF16, ScanMma;
+        }
+    };
+}
+
+macro_rules! sm61 {
+    ($($rows:tt)*) => { variants!(Sm61, $($rows)*) };
+}
+macro_rules! sm80 {
+    ($($rows:tt)*) => { variants!(Sm80, $($rows)*) };
+}
 macro_rules! variants {
-    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident;)*) => {
-        /// Every kernel of the operator.
-        pub const VARIANTS: &[GatedDeltaVariant] = &[$(GatedDeltaVariant {
+    ($floor:ident, $($entry:ident => $type:ident, $dtype:ident, $tile:ident;)*) => {
+        &[$(GatedDeltaVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
             tile: GatedDeltaTile::$tile,
-        }),*];
+            floor: Arch::$floor,
+        }),*]
     };
 }
-gated_delta_table!(variants);
+
+/// The kernels by ordinary arithmetic.
+pub const VARIANTS: &[GatedDeltaVariant] = gated_delta_table!(sm61);
+/// The kernels of tensor cores.
+pub const MMA_VARIANTS: &[GatedDeltaVariant] = gated_delta_mma_table!(sm80);

@@ -27,7 +27,7 @@ macro_rules! for_each_operator {
             embedding "embedding" [VARIANTS PACKED_VARIANTS];
             embedding_bag "embedding_bag" [VARIANTS];
             fused_moe "fused_moe" [VARIANTS PACKED_VARIANTS];
-            gated_delta "gated_delta" [VARIANTS];
+            gated_delta "gated_delta" [VARIANTS MMA_VARIANTS];
             glu "glu" [VARIANTS];
             grouped_matmul "grouped_matmul" [
                 VARIANTS MMA_VARIANTS WGMMA_VARIANTS PACKED_VARIANTS PACKED_MMA_VARIANTS UNPACK_VARIANTS FP8_VARIANTS

@@ -39,10 +39,10 @@ const BLOCK: usize = 16;
 /// Shared memory in bytes: five columns, then A, then the slices of k and q in the place of X.
 const SUMS: u32 = 0;
 const REMAINDERS: u32 = 4 * CHUNK;
-const BETAS: u32 = 8 * CHUNK;
-const KEY_SCALES: u32 = 12 * CHUNK;
-const QUERY_SCALES: u32 = 16 * CHUNK;
-const MATRIX_A: u32 = 20 * CHUNK;
+pub(super) const BETAS: u32 = 8 * CHUNK;
+pub(super) const KEY_SCALES: u32 = 12 * CHUNK;
+pub(super) const QUERY_SCALES: u32 = 16 * CHUNK;
+pub(super) const MATRIX_A: u32 = 20 * CHUNK;
 const MATRIX_X: u32 = MATRIX_A + 4 * CHUNK * CHUNK;
 const KEYS: u32 = MATRIX_X;
 const QUERIES: u32 = MATRIX_X + 4 * CHUNK * SLICE_K;
@@ -57,7 +57,7 @@ fn two_sum(a: f32, b: f32) -> (f32, f32) {
 
 /// A γ: the sum, and what rounding took from it.
 #[derive(Clone, Copy)]
-struct Gamma {
+pub(super) struct Gamma {
     sum: f32,
     remainder: f32,
 }
@@ -68,7 +68,7 @@ impl Gamma {
     /// # Safety
     /// - *initialised*: both columns, and a barrier since; `t` < 64.
     #[inline(always)]
-    unsafe fn load(base: u32, t: u32) -> Self {
+    pub(super) unsafe fn load(base: u32, t: u32) -> Self {
         // SAFETY: the caller's promise.
         unsafe {
             Gamma {
@@ -78,13 +78,124 @@ impl Gamma {
         }
     }
 
+    /// The sum of two.
+    #[inline(always)]
+    fn plus(self, other: Gamma) -> Gamma {
+        let (sum, error) = two_sum(self.sum, other.sum);
+        Gamma { sum, remainder: (self.remainder + other.remainder) + error }
+    }
+
     /// e^(self − earlier).
     #[inline(always)]
-    fn decay_since(self, earlier: Gamma) -> f32 {
+    pub(super) fn decay_since(self, earlier: Gamma) -> f32 {
         let (sum, error) = two_sum(self.sum, -earlier.sum);
         let (sum, error) = two_sum(sum, error + (self.remainder - earlier.remainder));
         let power = exp(sum);
         math::fma(power, error, power)
+    }
+}
+
+/// The gates of a chunk's tokens to shared memory: β, and γ as their sums.
+///
+/// # Safety
+/// - All threads of the block (*converged*), at least 64; `len` tokens from `start` on *in-bounds* for `dims`.
+/// - *exclusive*: the columns; a barrier follows before they are read.
+#[inline(always)]
+pub(super) unsafe fn gather_gates<T: Element>(
+    base: u32,
+    gates: RawGates<T>,
+    [start, len]: [u32; 2],
+    head: u32,
+    dims: &GatedDeltaDims,
+) {
+    let (tid, lane) = (thread::thread_idx_x(), thread::lane());
+    if tid >= 32 {
+        return;
+    }
+    // SAFETY: tokens below `len`; a lane has the places 2 · lane and the next; the whole warp is here.
+    unsafe {
+        let mut sums = [Gamma::ZERO; 2];
+        let mut i = 0;
+        while i < 2 {
+            let t = 2 * lane + i as u32;
+            let (mut beta, mut log_decay) = (0.0, 0.0);
+            if t < len {
+                let gate = gates.load(start + t, head, dims);
+                (beta, log_decay) = (gate.beta, gate.log_decay);
+            }
+            shared::store_f32(base + BETAS + 4 * t, beta);
+            sums[i] = Gamma { sum: log_decay, remainder: 0.0 };
+            i += 1;
+        }
+        sums[1] = sums[0].plus(sums[1]);
+        // Those of the lanes before.
+        let mut before = sums[1];
+        let mut delta = 1;
+        while delta < 32 {
+            let other = Gamma {
+                sum: warp::shuffle_up_f32(warp::FULL_MASK, before.sum, delta),
+                remainder: warp::shuffle_up_f32(warp::FULL_MASK, before.remainder, delta),
+            };
+            if lane >= delta {
+                before = other.plus(before);
+            }
+            delta *= 2;
+        }
+        let mut before = Gamma {
+            sum: warp::shuffle_up_f32(warp::FULL_MASK, before.sum, 1),
+            remainder: warp::shuffle_up_f32(warp::FULL_MASK, before.remainder, 1),
+        };
+        if lane == 0 {
+            before = Gamma::ZERO;
+        }
+        let mut i = 0;
+        while i < 2 {
+            let (t, gamma) = (2 * lane + i as u32, before.plus(sums[i]));
+            shared::store_f32(base + SUMS + 4 * t, gamma.sum);
+            shared::store_f32(base + REMAINDERS + 4 * t, gamma.remainder);
+            i += 1;
+        }
+    }
+}
+
+/// X = (I + A)⁻¹ · diag(β) of the A in shared memory, zeros above its diagonal, and the four columns, to the workspace.
+///
+/// # Safety
+/// - All 256 threads of the block (*converged*); *initialised*: A and the columns, and a barrier since; *in-bounds*:
+///   `to`, of a place.
+#[inline(always)]
+pub(super) unsafe fn leave(base: u32, to: *mut f32) {
+    let tid = thread::thread_idx_x();
+    // SAFETY: the caller's promise.
+    unsafe {
+        invert(base);
+        let mut piece = tid;
+        while piece < CHUNK * CHUNK / 4 {
+            let (row, col) = (piece / (CHUNK / 4), piece % (CHUNK / 4) * 4);
+            let (inverse, betas) = (load_quad(base + MATRIX_X, piece), load_quad(base + BETAS, col / 4));
+            let mut x = [0.0; 4];
+            let mut j = 0;
+            while j < 4 {
+                if col + j as u32 <= row {
+                    x[j] = inverse[j] * betas[j];
+                }
+                j += 1;
+            }
+            global::store_x4(to.add(piece as usize * 4), x.map(f32::to_bits));
+            piece += 256;
+        }
+        let t = tid % CHUNK;
+        let column = tid / CHUNK;
+        let value = if column == 0 {
+            shared::load_f32(base + KEY_SCALES + 4 * t)
+        } else if column == 1 {
+            shared::load_f32(base + QUERY_SCALES + 4 * t)
+        } else if column == 2 {
+            Gamma::load(base, t).decay_since(Gamma::ZERO)
+        } else {
+            Gamma::load(base, CHUNK - 1).decay_since(Gamma::load(base, t))
+        };
+        global::store(to.add((2 * CHUNK * CHUNK + tid) as usize), value);
     }
 }
 
@@ -126,28 +237,7 @@ pub unsafe fn chunk<T: Element>(
         let (start, len) = (sequence.start + first, (sequence.len - first).min(CHUNK));
         let to = workspace.add(block as usize * PLACE_ELEMENTS as usize);
 
-        // Gates, one token a thread.
-        if tid < CHUNK {
-            let (mut beta, mut log_decay) = (0.0, 0.0);
-            if tid < len {
-                let gate = gates.load(start + tid, head, dims);
-                (beta, log_decay) = (gate.beta, gate.log_decay);
-            }
-            shared::store_f32(base + BETAS + 4 * tid, beta);
-            shared::store_f32(base + SUMS + 4 * tid, log_decay);
-        }
-        thread::sync_threads();
-        if tid == 0 {
-            let mut gamma = Gamma::ZERO;
-            let mut t = thread::opaque(0);
-            while t < CHUNK {
-                let (sum, error) = two_sum(gamma.sum, shared::load_f32(base + SUMS + 4 * t));
-                gamma = Gamma { sum, remainder: gamma.remainder + error };
-                shared::store_f32(base + SUMS + 4 * t, gamma.sum);
-                shared::store_f32(base + REMAINDERS + 4 * t, gamma.remainder);
-                t += 1;
-            }
-        }
+        gather_gates(base, gates, [start, len], head, dims);
 
         // K Kᵀ and Q Kᵀ.
         let (row, quarter) = (tid / 4, tid % 4);
@@ -234,35 +324,7 @@ pub unsafe fn chunk<T: Element>(
             i += 1;
         }
         thread::sync_threads();
-
-        invert(base);
-
-        // X = (I + A)⁻¹ · diag(β), and the columns.
-        let mut piece = tid;
-        while piece < CHUNK * CHUNK / 4 {
-            let (inverse, betas) =
-                (load_quad(base + MATRIX_X, piece), load_quad(base + BETAS, piece % (CHUNK / 4)));
-            let mut x = [0.0; 4];
-            let mut j = 0;
-            while j < 4 {
-                x[j] = inverse[j] * betas[j];
-                j += 1;
-            }
-            global::store_x4(to.add(piece as usize * 4), x.map(f32::to_bits));
-            piece += 256;
-        }
-        let t = tid % CHUNK;
-        let column = tid / CHUNK;
-        let value = if column == 0 {
-            shared::load_f32(base + KEY_SCALES + 4 * t)
-        } else if column == 1 {
-            shared::load_f32(base + QUERY_SCALES + 4 * t)
-        } else if column == 2 {
-            Gamma::load(base, t).decay_since(Gamma::ZERO)
-        } else {
-            Gamma::load(base, CHUNK - 1).decay_since(Gamma::load(base, t))
-        };
-        global::store(to.add((2 * CHUNK * CHUNK + tid) as usize), value);
+        leave(base, to);
     }
 }
 

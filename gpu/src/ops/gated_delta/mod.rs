@@ -7,17 +7,24 @@
 //! out = Sᵀ q
 //! ```
 //!
-//! Two ways to do it:
+//! Three ways to do it:
 //! - `recurrent`: as it stands. A warp keeps eight columns of S in registers and walks along the tokens. Reading and
 //!   writing S is what bounds a decode step.
 //! - `chunk` and `scan`: 64 tokens at a time, as matrix products. `chunk` does for all chunks at once what does not
 //!   depend on S, `scan` the rest from chunk to chunk.
+//! - `chunk_mma` and `scan_mma`: the same on tensor cores.
 //!
 //! Columns of S do not depend on each other, so both share them out over blocks, in slices of 32.
 
 mod chunk;
+#[cfg(not(lacks_mma_sync))]
+mod chunk_mma;
 mod recurrent;
 mod scan;
+#[cfg(not(lacks_mma_sync))]
+mod scan_mma;
+#[cfg(not(lacks_mma_sync))]
+mod words;
 
 use abi::ops::gated_delta::{GatedDeltaDims, ROWS_IN_PIECES};
 use cuda_std::cvt::{Element, bf16, f16};
@@ -149,6 +156,18 @@ macro_rules! entry {
         }
     };
     ($entry:ident, $type:ident, Chunk) => {
+        entry!($entry, $type, of_chunk chunk);
+    };
+    ($entry:ident, $type:ident, ChunkMma) => {
+        entry!($entry, $type, of_chunk chunk_mma);
+    };
+    ($entry:ident, $type:ident, Scan) => {
+        entry!($entry, $type, of_scan scan);
+    };
+    ($entry:ident, $type:ident, ScanMma) => {
+        entry!($entry, $type, of_scan scan_mma);
+    };
+    ($entry:ident, $type:ident, of_chunk $module:ident) => {
         /// Entry point; see `chunk` and `abi::ops::gated_delta`.
         ///
         /// # Safety
@@ -168,10 +187,10 @@ macro_rules! entry {
         ) {
             let gates = RawGates { b, a, a_log, dt_bias };
             // SAFETY: the caller's promise.
-            unsafe { chunk::chunk::<$type>(q, k, gates, offsets, workspace, &dims) }
+            unsafe { $module::chunk::<$type>(q, k, gates, offsets, workspace, &dims) }
         }
     };
-    ($entry:ident, $type:ident, Scan) => {
+    ($entry:ident, $type:ident, of_scan $module:ident) => {
         /// Entry point; see `scan` and `abi::ops::gated_delta`.
         ///
         /// # Safety
@@ -190,7 +209,7 @@ macro_rules! entry {
             dims: GatedDeltaDims,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { scan::slice::<$type>(q, k, v, offsets, slots, state, out, workspace, &dims) }
+            unsafe { $module::slice::<$type>(q, k, v, offsets, slots, state, out, workspace, &dims) }
         }
     };
 }
@@ -201,3 +220,5 @@ macro_rules! entries {
     };
 }
 abi::gated_delta_table!(entries);
+#[cfg(not(lacks_mma_sync))]
+abi::gated_delta_mma_table!(entries);

@@ -34,10 +34,10 @@ const VALUES: u32 = 4 * MAX_DIM_K * SLICE;
 const TILE: u32 = VALUES + 4 * CHUNK * SLICE;
 
 /// Where the columns of a place begin in the workspace.
-const KEY_SCALES: u32 = 2 * CHUNK * CHUNK;
-const QUERY_SCALES: u32 = KEY_SCALES + CHUNK;
-const SINCE_START: u32 = QUERY_SCALES + CHUNK;
-const TO_END: u32 = SINCE_START + CHUNK;
+pub(super) const KEY_SCALES: u32 = 2 * CHUNK * CHUNK;
+pub(super) const QUERY_SCALES: u32 = KEY_SCALES + CHUNK;
+pub(super) const SINCE_START: u32 = QUERY_SCALES + CHUNK;
+pub(super) const TO_END: u32 = SINCE_START + CHUNK;
 
 /// Elements `first..first + 64` of the chunk's rows to the tile, times a factor per row.
 ///

@@ -119,19 +119,20 @@ impl<'a> GatedDeltaArgs<'a> {
 /// counts as −256, whose e^g is 0; of any finite `a_log`, a and `dt_bias` g is a number. Where the sizes of a sum's
 /// terms add up to more than 3.4e38, the state and what is read of it may be infinite or NaN. **Forms**: the recurrence
 /// as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as matrix products, which
-/// is another order of the same sums: there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is 0, where
-/// token by token something of a huge value can be left. Sums over |q|² and |k|² must stay below 3e38. **Determinism**:
-/// bitwise the same from run to run; a sequence's result does not depend on the other sequences. How it is cut into
-/// runs can change the last bits in the chunked form, not in the recurrent one, nor on the CPU; so the recurrent one is
-/// chosen for any length under [`Invariance::Batch`](crate::Invariance::Batch). **Special values**: a
-/// NaN or infinity reaches no earlier token, no other head or sequence, and from v no other column. **Streams**: a plan
-/// of the chunked form has a workspace, so a run in another stream than the last one waits for that. A recorded graph
-/// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
-/// **Aliasing**: out and state may not overlap the other tensors. **Graphs**: offsets and slots are read when the
-/// kernels run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work
-/// was enqueued. **Architectures**: the same kernels on all floors. **Source**: Yang et al., *Gated Delta Networks*
-/// (2024), equation 10; the chunked form as in section 3.3 there and in Yang et al., *Parallelizing Linear Transformers
-/// with the Delta Rule over Sequence Length* (2024), section 3.
+/// is another order of the same sums (on tensor cores, for f16 and bf16 from sm_80 on, of products of which 22 bits are
+/// left): there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is 0, where token by token something of a
+/// huge value can be left. Sums over |q|² and |k|² must stay below 3e38. **Determinism**: bitwise the same from run to
+/// run; a sequence's result does not depend on the other sequences. How it is cut into runs can change the last bits in
+/// the chunked form, not in the recurrent one, nor on the CPU; so the recurrent one is chosen for any length under
+/// [`Invariance::Batch`](crate::Invariance::Batch). **Special values**: a NaN or infinity reaches no earlier token, no
+/// other head or sequence, and from v no other column. **Streams**: a plan of the chunked form has a workspace, so a
+/// run in another stream than the last one waits for that. A recorded graph does not know of later runs: do not let it
+/// run at the same time as the plan in another stream, nor outlive the plan. **Aliasing**: out and state may not
+/// overlap the other tensors. **Graphs**: offsets and slots are read when the kernels run. **Errors**:
+/// [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors, and others for chunks of f16 and bf16 from sm_80 on. **Source**:
+/// Yang et al., *Gated Delta Networks* (2024), equation 10; the chunked form as in section 3.3 there and in Yang et
+/// al., *Parallelizing Linear Transformers with the Delta Rule over Sequence Length* (2024), section 3.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -185,7 +186,7 @@ pub(crate) struct Chunked {
     scan: Entry,
     /// Most places of a pass.
     pass: u32,
-    /// What `chunk` leaves for `scan`: `PLACE_ELEMENTS` for each place of a pass and value head.
+    /// What the first leaves for the second: `PLACE_ELEMENTS` for each place of a pass and value head.
     workspace: Workspace<1>,
 }
 
@@ -237,7 +238,16 @@ impl Operator for GatedDelta {
         select(limits, problem)
     }
 
-    fn forced(form: Form, _: &GatedDeltaProblem) -> Result<Choice<Form>, Error> {
+    fn forced(form: Form, problem: &GatedDeltaProblem) -> Result<Choice<Form>, Error> {
+        let dtype = problem.dtype;
+        if matches!(form, Form::ChunkedMma { .. }) && !select::on_tensor_cores(dtype) {
+            return Err(Error::invalid(
+                OP,
+                "variant",
+                "f16 or bf16 for chunks on tensor cores",
+                dtype.name(),
+            ));
+        }
         Ok(Choice::asked_for(form, form.main().threads()))
     }
 
@@ -246,13 +256,15 @@ impl Operator for GatedDelta {
             let variant = select::variant(problem.dtype, tile)?;
             device.entry(OP, variant.entry, tile.smem_bytes())
         };
-        let Form::Chunked { pass } = choice.variant else {
-            return Ok(Kernels::Recurrent(load(GatedDeltaTile::Recurrent)?));
+        let (pass, chunk, scan) = match choice.variant {
+            Form::Recurrent => return Ok(Kernels::Recurrent(load(GatedDeltaTile::Recurrent)?)),
+            Form::Chunked { pass } => (pass, GatedDeltaTile::Chunk, GatedDeltaTile::Scan),
+            Form::ChunkedMma { pass } => (pass, GatedDeltaTile::ChunkMma, GatedDeltaTile::ScanMma),
         };
         let pass = pass.clamp(1, places(problem.tokens as u32, problem.sequences as u32).max(1));
         let elements = pass as usize * problem.heads_v * PLACE_ELEMENTS as usize;
         let tensors = |stream: &_| Ok([Tensor::empty(stream, &[elements], DType::F32)?]);
-        let (chunk, scan) = (load(GatedDeltaTile::Chunk)?, load(GatedDeltaTile::Scan)?);
+        let (chunk, scan) = (load(chunk)?, load(scan)?);
         let workspace = Workspace::new(device, tensors)?;
         Ok(Kernels::Chunked(Box::new(Chunked { chunk, scan, pass, workspace })))
     }

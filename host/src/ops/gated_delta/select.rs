@@ -1,7 +1,7 @@
 //! Which form the gated delta rule takes.
 
-use abi::DType;
-use abi::ops::gated_delta::{GatedDeltaTile, GatedDeltaVariant, VARIANTS};
+use abi::ops::gated_delta::{GatedDeltaTile, GatedDeltaVariant, MMA_VARIANTS, VARIANTS};
+use abi::{Arch, DType};
 
 use super::{GatedDeltaProblem, OP};
 use crate::device::DeviceLimits;
@@ -22,6 +22,11 @@ pub enum Form {
         /// each of them and value head. It does not show in the result.
         pass: u32,
     },
+    /// The same on tensor cores, for f16 and bf16.
+    ChunkedMma {
+        /// As for `Chunked`.
+        pass: u32,
+    },
 }
 
 /// The pass that `select` takes: 4096 tokens fill any card.
@@ -33,6 +38,7 @@ impl Form {
         match self {
             Form::Recurrent => GatedDeltaTile::Recurrent,
             Form::Chunked { .. } => GatedDeltaTile::Scan,
+            Form::ChunkedMma { .. } => GatedDeltaTile::ScanMma,
         }
     }
 }
@@ -44,32 +50,49 @@ pub fn select(limits: &DeviceLimits, problem: &GatedDeltaProblem) -> Result<Choi
         (Form::Recurrent, "the same bits however a sequence is cut into runs")
     } else if problem.longest <= MAX_RECURRENT_TOKENS {
         (Form::Recurrent, "short sequences: the state's bytes count")
+    } else if limits.floor.runs(Arch::Sm80)
+        && on_tensor_cores(problem.dtype)
+        && GatedDeltaTile::ScanMma.smem_bytes() <= limits.smem_per_block_bytes
+    {
+        (Form::ChunkedMma { pass: PASS }, "long sequences: chunks are matrix products, on tensor cores")
     } else {
         (Form::Chunked { pass: PASS }, "long sequences: chunks are matrix products")
     };
     Ok(Choice::new(form, form.main().threads(), why))
 }
 
+/// Whether there are kernels of tensor cores for a type.
+pub(super) fn on_tensor_cores(dtype: DType) -> bool {
+    MMA_VARIANTS.iter().any(|variant| variant.dtype == dtype)
+}
+
 /// The kernel of a type.
 pub(super) fn variant(dtype: DType, tile: GatedDeltaTile) -> Result<&'static GatedDeltaVariant, Error> {
-    first(OP, VARIANTS, dtype, |variant| (variant.dtype, variant.tile) == (dtype, tile))
+    let tables = if matches!(tile, GatedDeltaTile::ChunkMma | GatedDeltaTile::ScanMma) {
+        MMA_VARIANTS
+    } else {
+        VARIANTS
+    };
+    first(OP, tables, dtype, |variant| (variant.dtype, variant.tile) == (dtype, tile))
 }
 
 #[cfg(test)]
 mod tests {
-    use abi::Arch;
-
     use super::*;
 
     #[test]
     fn choice_by_length() {
-        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
-        for (longest, form) in [
-            (0, Form::Recurrent),
-            (1, Form::Recurrent),
-            (16, Form::Recurrent),
-            (17, Form::Chunked { pass: PASS }),
+        let (pascal, ampere) = ((Arch::Sm61, 48), (Arch::Sm80, 99));
+        for (longest, dtype, (floor, kib), form) in [
+            (0, DType::BF16, ampere, Form::Recurrent),
+            (1, DType::BF16, pascal, Form::Recurrent),
+            (16, DType::BF16, ampere, Form::Recurrent),
+            (17, DType::BF16, pascal, Form::Chunked { pass: PASS }),
+            (17, DType::BF16, ampere, Form::ChunkedMma { pass: PASS }),
+            (17, DType::F16, (Arch::Sm80, 64), Form::Chunked { pass: PASS }),
+            (17, DType::F32, ampere, Form::Chunked { pass: PASS }),
         ] {
+            let limits = DeviceLimits::new(floor, 20, kib << 10);
             let problem = GatedDeltaProblem {
                 tokens: 64,
                 sequences: 64,
@@ -78,9 +101,9 @@ mod tests {
                 heads_v: 2,
                 dim_k: 128,
                 dim_v: 128,
-                dtype: DType::BF16,
+                dtype,
             };
-            assert_eq!(select(&limits, &problem).unwrap().variant, form, "{longest}");
+            assert_eq!(select(&limits, &problem).unwrap().variant, form, "{longest} {dtype}");
             let limits = DeviceLimits { invariance: crate::Invariance::Batch, ..limits };
             assert_eq!(select(&limits, &problem).unwrap().variant, Form::Recurrent, "{longest}");
         }
@@ -91,6 +114,9 @@ mod tests {
     fn shared_memory_fits() {
         for variant in VARIANTS {
             assert!(variant.tile.smem_bytes() <= 48 << 10, "{}", variant.entry);
+        }
+        for variant in MMA_VARIANTS {
+            assert!(variant.tile.smem_bytes() <= 99 << 10, "{}", variant.entry);
         }
     }
 }
