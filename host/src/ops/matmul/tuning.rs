@@ -45,18 +45,18 @@ const fn slot((kind, bm, bn, cluster): TimedTile) -> Option<usize> {
 }
 
 /// Of the loaded tiles that were timed, the one of the least time for a launch; none for few rows and for very many,
-/// and where the tiles whose columns are a's rows are not loaded, as for f32 and out of another type than a.
+/// and for f32.
 pub(super) fn fastest<'a, T>(
     loaded: &'a [(&'static MatmulVariant, T)],
     is_gated: bool,
     [m, n, k]: [u32; 3],
     num_sms: u32,
 ) -> Option<&'a (&'static MatmulVariant, T)> {
-    let is_swapped = |tile| matches!(tile, MatmulTile::Swapped { .. });
-    if m <= FROM || m > UP_TO || !loaded.iter().any(|(variant, _)| is_swapped(variant.tile)) {
+    if m <= FROM || m > UP_TO {
         return None;
     }
-    let timed = loaded.iter().filter(|(variant, _)| !keeps_out(variant.tile, is_gated));
+    let is_timed = |variant: &MatmulVariant| variant.dtype.bytes() == 2 && !keeps_out(variant.tile, is_gated);
+    let timed = loaded.iter().filter(|(variant, _)| is_timed(variant));
     let timed = timed.filter_map(|one| Some((one, micros(one.0.tile, [m, n, k], num_sms)?)));
     timed.min_by(|(_, a), (_, b)| a.partial_cmp(b).unwrap_or(Ordering::Equal)).map(|(fastest, _)| fastest)
 }

@@ -101,6 +101,23 @@ fn every_type_has_every_tile() {
     }
 }
 
+/// A router's logits, in f32 and of few columns, take tiles that fill the card.
+#[test]
+fn few_columns_of_f32_out() {
+    let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..H200 };
+    for (m, n, k, entry) in [
+        (2048, 128, 2048, "matmul_bf16_f32__m64n64k2__sm90a"),
+        (2048, 512, 2048, "matmul_bf16_f32__n128__sm90a"),
+        (65, 64, 2048, "matmul_bf16_f32__m64n64k4__sm90a"),
+    ] {
+        let problem = MatmulProblem { out_dtype: DType::F32, ..of_bf16([m, n, k]) };
+        let loaded: Vec<_> = tensor(&hopper, &problem).into_iter().map(|variant| (variant, ())).collect();
+        let sizes = [m, n, k].map(|size| size as u32);
+        let (variant, ()) = fastest(&loaded, &problem, 1, sizes, hopper.num_sms).unwrap();
+        assert_eq!(variant.entry, entry, "{m} × {n} × {k}");
+    }
+}
+
 fn of_bf16([m, n, k]: [usize; 3]) -> MatmulProblem {
     let dtype = DType::BF16;
     MatmulProblem::new(m, n, k, dtype)
