@@ -243,7 +243,7 @@ pub(super) unsafe fn tile<
             while part < PARTS {
                 let s = &mut s[part];
                 if has_cap(dims) {
-                    cap(s, dims);
+                    cap::<SCORES, false>(s, dims);
                 }
                 if !MASKED && !is_positive {
                     let mut i = 0;

@@ -24,20 +24,21 @@ pub(super) struct Rows {
 
 /// Scores under the soft cap, still to be multiplied by the scale. Where all scores of a warp are below the cap, as
 /// they mostly are, a polynomial does without the units for exponentials and reciprocals, which the softmax keeps busy.
+/// `ASKS`: unless the compiler would no longer unroll what is around it.
 ///
 /// # Safety
 /// - *converged*: the whole warp.
 #[inline(always)]
-pub(super) unsafe fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDims) {
+pub(super) unsafe fn cap<const SCORES: usize, const ASKS: bool>(s: &mut [f32; SCORES], dims: &AttentionDims) {
     let (factor, cap) = (dims.scores.cap_in, dims.scores.cap_out);
     let mut largest = 0.0;
     let mut i = 0;
-    while i < SCORES {
+    while ASKS && i < SCORES {
         largest = math::max_or_nan(largest, math::abs(s[i]));
         i += 1;
     }
     // SAFETY: the whole warp takes part — the caller.
-    let is_near = unsafe { warp::all(warp::FULL_MASK, largest * math::abs(factor) < 1.0) };
+    let is_near = ASKS && unsafe { warp::all(warp::FULL_MASK, largest * math::abs(factor) < 1.0) };
     let mut i = 0;
     if is_near {
         // Opaque, or what the other way has in common would be computed ahead of the branch, in registers of its own.

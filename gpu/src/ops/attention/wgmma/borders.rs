@@ -98,6 +98,7 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
 /// # Safety
 /// - All 128 threads of the consumer, whose results are in the boxes; v and the masks *in-bounds* for `dims`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn spoil<
     T: Element,
     const KEYS: u32,

@@ -509,13 +509,13 @@ unsafe fn weigh<
     unsafe {
         if MASKED {
             if has_cap(dims) {
-                cap(s, dims);
+                cap::<SCORES, true>(s, dims);
             }
             add_pairs::<T, SCORES, WEIGHTS>(s, bias, dims);
         }
         if if MASKED { step.is_border() } else { step.is_special() } {
             if !MASKED && has_cap(dims) {
-                cap(s, dims);
+                cap::<SCORES, true>(s, dims);
             }
             if step.is_border() {
                 // Nothing is kept in registers for it.
