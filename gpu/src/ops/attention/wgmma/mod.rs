@@ -43,6 +43,8 @@
 //!   that its rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
 //! - 0 · NaN would carry a value that a row may not see into it, so at borders whatever is not finite is zero for the
 //!   product. Rows that see it get it at the end, from global memory: see `borders`.
+//! - A bias has kernels of its own (`MASKED`). A consumer loads its words, of two keys each, while the scores are made,
+//!   and adds them to scores that are multiplied by the scale; any row may not see any key, so all values are cleaned.
 //! - Keys in pages come in boxes of what a page and a step have in common, 16 rows at least; the producer reads the
 //!   table.
 //! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend
