@@ -351,6 +351,10 @@ fn naive(input: reference::Head<'_>, case: &Case, form: Form) -> (Vec<f64>, Vec<
     }
 }
 
+/// On tensor cores a number's two parts are multiples of 2^−136, the least of tf32: what is smaller than this errs as
+/// much as this does.
+const LEAST_OF_PARTS: f64 = f64::from_bits((1023 - 113) << 52);
+
 pub(super) fn expected(case: &Case, data: &Data, form: Form) -> Expected {
     let Case { heads_k, group, dim_k, dim_v, .. } = *case;
     let (heads_v, tokens) = (case.heads_v(), case.tokens());
@@ -390,7 +394,10 @@ pub(super) fn expected(case: &Case, data: &Data, form: Form) -> Expected {
             let (naive_out, naive_state) = naive(input, case, form);
             all.state[at.clone()].copy_from_slice(&want.state);
             all.state_naive[at.clone()].copy_from_slice(&naive_state);
-            all.state_terms[at].copy_from_slice(&want.state_terms);
+            let least = if matches!(form, Form::ChunkedMma { .. }) { LEAST_OF_PARTS } else { 0.0 };
+            for (to, terms) in std::iter::zip(&mut all.state_terms[at], &want.state_terms) {
+                *to = terms.max(least);
+            }
             for (i, t) in range.clone().enumerate() {
                 let (from, to) = (i * dim_v..(i + 1) * dim_v, (t * heads_v + head) * dim_v);
                 all.out[to..to + dim_v].copy_from_slice(&want.out[from.clone()]);
@@ -456,6 +463,7 @@ pub(super) fn run(device: &Device, case: &Case, form: Option<Form>) -> Result<()
     let plan = GatedDelta::plan(device, case.problem()).map_err(fail)?;
     let taken = match form {
         Some(form) if device.limits().is_some() => form,
+        None if plan.report().variant.ends_with("scan__sm80") => Form::ChunkedMma { pass: case.pass },
         None if plan.report().variant.contains("scan") => case.chunked(),
         _ => Form::Recurrent,
     };

@@ -53,7 +53,7 @@ impl Tile {
             if !tables.q_offsets.is_null() {
                 // Beyond the queries of any sequence there is an empty place.
                 // Opaque, or whether there are several would be kept in a register.
-                let sequences = thread::opaque(dims.sequences).max(1);
+                let sequences = dims.sequences.max(1);
                 let piece = piece_at(tables.q_offsets, sequences, dims.tokens_q, place, ROWS);
                 (batch, first_query) =
                     piece.map_or((0, dims.seq_q), |(sequence, first)| (sequence.index, first));

@@ -124,7 +124,7 @@ impl<'a> GatedDeltaArgs<'a> {
 /// huge value can be left. Sums over |q|² and |k|² must stay below 3e38. **Determinism**: bitwise the same from run to
 /// run; a sequence's result does not depend on the other sequences. How it is cut into runs can change the last bits in
 /// the chunked form, not in the recurrent one, nor on the CPU; so the recurrent one is chosen for any length under
-/// [`Invariance::Batch`](crate::Invariance::Batch). On tensor cores parts of a state below 2⁻¹²⁶ may be lost. **Special
+/// [`Invariance::Batch`](crate::Invariance::Batch). On tensor cores what is below 2⁻¹¹³ in a state errs as a number of that size does. **Special
 /// values**: a NaN or infinity reaches no earlier token, no other head or sequence, and from v no other column.
 /// **Streams**: a plan of the chunked form has a workspace, so a run in another stream than the last one waits for
 /// that. A recorded graph does not know of later runs: do not let it run at the same time as the plan in another
