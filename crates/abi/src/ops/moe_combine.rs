@@ -28,9 +28,9 @@ const _: () = assert!(size_of::<MoeCombineDims>() == 44);
 impl crate::Params for MoeCombineDims {}
 
 /// Threads of a block.
-pub const THREADS: u32 = 256;
+pub const THREADS: u32 = 128;
 /// Binary logarithm of the pieces of a block: one per thread.
-pub const BLOCK_PIECES_LOG2: u32 = 8;
+pub const BLOCK_PIECES_LOG2: u32 = THREADS.ilog2();
 
 /// How a row is cut up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

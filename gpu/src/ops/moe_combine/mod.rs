@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Positions and weights of a token are the same for all threads of its row and come from L1; the pieces of y, which
-//! are what is to be read, are loaded four at a time before the first is used. Bound by reading y.
+//! are what is to be read, are loaded eight at a time before the first is used. Bound by reading y.
 
 use abi::exact::sigmoid;
 use abi::ops::moe_combine::{BLOCK_PIECES_LOG2, MoeCombineDims};
@@ -16,7 +16,7 @@ use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, math, thread};
 
 /// Pieces of y that are loaded before the first is used.
-const AHEAD: usize = 4;
+const AHEAD: usize = 8;
 
 /// What is read, beside the sizes.
 struct Inputs<T> {
@@ -29,8 +29,8 @@ struct Inputs<T> {
     gate: *const f32,
 }
 
-/// Sum of a token's results at `offset` of the row; `PER` elements, those that `load` gives. Those of `out`, the row's
-/// place there, come last, if the sum is added to them.
+/// Sum of a token's results at `offset` of the row; `PER` elements, those that `unpack` makes of what `load` gives.
+/// Those of `out`, the row's place there, come last, if the sum is added to them.
 ///
 /// # Safety
 /// - The row is below the number of rows and `offset` inside it; tensors *in-bounds* for `dims` — MoeCombine::run.
@@ -38,52 +38,62 @@ struct Inputs<T> {
 unsafe fn sum<T: Element>(
     inputs: &Inputs<T>,
     dims: &MoeCombineDims,
-    token: usize,
-    offset: usize,
+    (token, offset, out): (usize, usize, *const T),
     per: usize,
-    out: *const T,
-    load: impl Fn(*const T) -> [f32; 8],
+    load: impl Fn(*const T) -> [u32; 4],
+    unpack: impl Fn([u32; 4]) -> [f32; 8],
 ) -> [f32; 8] {
     let mut sums = [0.0; 8];
     let pairs = token * dims.top_k as usize;
-    let mut first = 0;
     // SAFETY: j < top_k; rows of y below y_rows; the rest is the caller's promise.
     unsafe {
+        // What comes last is on its way while the experts' results are.
+        let (mut shared, mut weight, mut before) = ([0; 4], 1.0, [0; 4]);
+        if !inputs.shared.is_null() {
+            shared = load(inputs.shared.add(token * dims.shared_stride as usize + offset));
+            if !inputs.gate.is_null() {
+                weight = global::load(inputs.gate.add(token * dims.gate_stride as usize));
+            }
+        }
+        if dims.adds != 0 {
+            before = load(out);
+        }
+        let mut first = 0;
         while first < dims.top_k {
-            let (mut values, mut weights, mut is_there) = ([[0.0; 8]; AHEAD], [0.0; AHEAD], [false; AHEAD]);
+            // Behind the last pair the last once more, which is not added. All positions come before the first row:
+            // one wait for the former, one for the latter.
+            let (mut positions, mut weights) = ([0; AHEAD], [0.0; AHEAD]);
             let mut i = 0;
             while i < AHEAD {
-                let j = first + i as u32;
-                if j < dims.top_k {
-                    let position = global::load(inputs.positions.add(pairs + j as usize));
-                    is_there[i] = position < dims.y_rows;
-                    if is_there[i] {
-                        weights[i] = global::load(inputs.weights.add(pairs + j as usize));
-                        values[i] = load(inputs.y.add(position as usize * dims.y_stride as usize + offset));
-                    }
+                let pair = pairs + (first + i as u32).min(dims.top_k - 1) as usize;
+                positions[i] = global::load(inputs.positions.add(pair));
+                weights[i] = global::load(inputs.weights.add(pair));
+                i += 1;
+            }
+            let is_there = |i: usize| first + (i as u32) < dims.top_k && positions[i] < dims.y_rows;
+            let mut words = [[0; 4]; AHEAD];
+            let mut i = 0;
+            while i < AHEAD {
+                if is_there(i) {
+                    words[i] = load(inputs.y.add(positions[i] as usize * dims.y_stride as usize + offset));
                 }
                 i += 1;
             }
             let mut i = 0;
             while i < AHEAD {
-                if is_there[i] {
-                    add::<8>(&mut sums, weights[i], &values[i], per);
+                if is_there(i) {
+                    add::<8>(&mut sums, weights[i], &unpack(words[i]), per);
                 }
                 i += 1;
             }
             first += AHEAD as u32;
         }
         if !inputs.shared.is_null() {
-            let weight = if inputs.gate.is_null() {
-                1.0
-            } else {
-                sigmoid(global::load(inputs.gate.add(token * dims.gate_stride as usize)))
-            };
-            let values = load(inputs.shared.add(token * dims.shared_stride as usize + offset));
-            add::<8>(&mut sums, weight, &values, per);
+            let weight = if inputs.gate.is_null() { 1.0 } else { sigmoid(weight) };
+            add::<8>(&mut sums, weight, &unpack(shared), per);
         }
         if dims.adds != 0 {
-            add::<8>(&mut sums, 1.0, &load(out), per);
+            add::<8>(&mut sums, 1.0, &unpack(before), per);
         }
     }
     sums
@@ -115,11 +125,13 @@ unsafe fn by_piece<T: Element>(inputs: &Inputs<T>, out: *mut T, dims: &MoeCombin
     // SAFETY: row and piece are inside the tensors.
     unsafe {
         let out = out.add(row * dims.out_stride as usize + offset);
-        let sums = sum(inputs, dims, row, offset, T::PER_16_BYTES, out, |from| {
+        let unpack = |words| {
             let mut values = [0.0; 8];
-            T::unpack(global::load_x4(from), &mut values);
+            T::unpack(words, &mut values);
             values
-        });
+        };
+        let at = (row, offset, out.cast_const());
+        let sums = sum(inputs, dims, at, T::PER_16_BYTES, |from| global::load_x4(from), unpack);
         global::store_x4(out, T::pack(&sums));
     }
 }
@@ -138,11 +150,9 @@ unsafe fn by_element<T: Element>(inputs: &Inputs<T>, out: *mut T, dims: &MoeComb
     // SAFETY: row and col are inside the tensors.
     unsafe {
         let out = out.add(row * dims.out_stride as usize + col);
-        let sums = sum(inputs, dims, row, col, 1, out, |from| {
-            let mut values = [0.0; 8];
-            values[0] = global::load(from).to_f32();
-            values
-        });
+        let load = |from: *const T| [global::load(from).to_f32().to_bits(), 0, 0, 0];
+        let unpack = |words: [u32; 4]| [f32::from_bits(words[0]), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+        let sums = sum(inputs, dims, (row, col, out.cast_const()), 1, load, unpack);
         global::store(out, T::from_f32(sums[0]));
     }
 }
@@ -162,7 +172,7 @@ macro_rules! entries {
         ///
         /// # Safety
         /// - Arguments as `MoeCombine::run` checks them.
-        #[kernel(max_threads = 256)]
+        #[kernel(max_threads = 128)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             y: *const $type,
