@@ -351,9 +351,9 @@ fn naive(input: reference::Head<'_>, case: &Case, form: Form) -> (Vec<f64>, Vec<
     }
 }
 
-/// On tensor cores a number's two parts are multiples of 2^−136, the least of tf32: what is smaller than this errs as
+/// On tensor cores a number's three parts are multiples of 2^−133, the least of bf16: what is smaller than this errs as
 /// much as this does.
-const LEAST_OF_PARTS: f64 = f64::from_bits((1023 - 113) << 52);
+const LEAST_OF_PARTS: f64 = f64::from_bits((1023 - 110) << 52);
 
 pub(super) fn expected(case: &Case, data: &Data, form: Form) -> Expected {
     let Case { heads_k, group, dim_k, dim_v, .. } = *case;

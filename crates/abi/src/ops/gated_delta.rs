@@ -77,6 +77,24 @@ pub const CHUNK: u32 = 64;
 /// rows and columns and four columns; see `gpu/src/ops/gated_delta/chunk.rs`.
 pub const PLACE_ELEMENTS: u32 = 2 * CHUNK * CHUNK + 4 * CHUNK;
 
+/// Words of a fragment: what the lanes of a warp hold of 16 rows and 16 columns of bf16, as the first operand of a
+/// product.
+pub const FRAGMENT: u32 = 128;
+
+/// How many numbers of bf16 an element of 16 bits is the sum of.
+pub const fn parts(dtype: DType) -> u32 {
+    if matches!(dtype, DType::F16) { 2 } else { 1 }
+}
+
+/// Words that the `ChunkMma` kernels leave for each place and key head: fragments of k, q and kᵀ, of so many parts.
+pub const fn key_words(parts: u32) -> u32 {
+    3 * parts * (CHUNK / 16) * (MAX_DIM_K / 16) * FRAGMENT
+}
+
+/// Words that they leave for each place and value head: fragments of two lower triangles of [`CHUNK`] rows and columns,
+/// of three parts, and four columns.
+pub const VALUE_WORDS: u32 = 2 * 3 * 10 * FRAGMENT + 4 * CHUNK;
+
 /// What a kernel does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GatedDeltaTile {
@@ -105,13 +123,13 @@ impl GatedDeltaTile {
     ///
     /// Chunk: the matrix A, the inverse or before that slices of q and k, five columns. Scan: the slice of the state,
     /// the chunk's values, a tile of 64 by 64. ScanMma: the slice of the state and three matrices of the chunk's
-    /// values, each in two parts, a power of two for each token, two marks of each warp.
+    /// values, each in three parts of 16 bits, two marks of each warp.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             GatedDeltaTile::Recurrent => 0,
             GatedDeltaTile::Chunk | GatedDeltaTile::ChunkMma => (2 * CHUNK * CHUNK + 5 * CHUNK) * 4,
             GatedDeltaTile::Scan => (MAX_DIM_K * SLICE + CHUNK * SLICE + CHUNK * CHUNK) * 4,
-            GatedDeltaTile::ScanMma => (2 * MAX_DIM_K * SLICE + 6 * CHUNK * SLICE + CHUNK + 16) * 4,
+            GatedDeltaTile::ScanMma => (MAX_DIM_K + 3 * CHUNK) * SLICE * 6 + 64,
         }
     }
 }

@@ -43,7 +43,7 @@ pub(super) const BETAS: u32 = 8 * CHUNK;
 pub(super) const KEY_SCALES: u32 = 12 * CHUNK;
 pub(super) const QUERY_SCALES: u32 = 16 * CHUNK;
 pub(super) const MATRIX_A: u32 = 20 * CHUNK;
-const MATRIX_X: u32 = MATRIX_A + 4 * CHUNK * CHUNK;
+pub(super) const MATRIX_X: u32 = MATRIX_A + 4 * CHUNK * CHUNK;
 const KEYS: u32 = MATRIX_X;
 const QUERIES: u32 = MATRIX_X + 4 * CHUNK * SLICE_K;
 
@@ -63,7 +63,7 @@ pub(super) struct Gamma {
 }
 
 impl Gamma {
-    const ZERO: Gamma = Gamma { sum: 0.0, remainder: 0.0 };
+    pub(super) const ZERO: Gamma = Gamma { sum: 0.0, remainder: 0.0 };
 
     /// # Safety
     /// - *initialised*: both columns, and a barrier since; `t` < 64.
@@ -164,7 +164,7 @@ pub(super) unsafe fn gather_gates<T: Element>(
 /// - All 256 threads of the block (*converged*); *initialised*: A and the columns, and a barrier since; *in-bounds*:
 ///   `to`, of a place.
 #[inline(always)]
-pub(super) unsafe fn leave(base: u32, to: *mut f32) {
+unsafe fn leave(base: u32, to: *mut f32) {
     let tid = thread::thread_idx_x();
     // SAFETY: the caller's promise.
     unsafe {
@@ -204,7 +204,7 @@ pub(super) unsafe fn leave(base: u32, to: *mut f32) {
 /// # Safety
 /// - As `shared::load_f32x4`.
 #[inline(always)]
-unsafe fn load_quad(column: u32, index: u32) -> [f32; 4] {
+pub(super) unsafe fn load_quad(column: u32, index: u32) -> [f32; 4] {
     // SAFETY: the caller's promise.
     unsafe { shared::load_f32x4(column + 16 * index) }
 }
@@ -334,7 +334,7 @@ pub unsafe fn chunk<T: Element>(
 /// - *converged*: all 256 threads of the block; *initialised*: A, and a barrier since; nobody reads what was in the
 ///   place of X. A barrier follows before it returns.
 #[inline(always)]
-unsafe fn invert(base: u32) {
+pub(super) unsafe fn invert(base: u32) {
     let (col, group) = (thread::thread_idx_x() % CHUNK, thread::thread_idx_x() / CHUNK);
     let a = |row: u32, col: u32| base + MATRIX_A + 4 * (row * CHUNK + col);
     let x = |row: u32, col: u32| base + MATRIX_X + 4 * (row * CHUNK + col);

@@ -19,12 +19,12 @@
 mod chunk;
 #[cfg(not(lacks_mma_sync))]
 mod chunk_mma;
+#[cfg(not(lacks_mma_sync))]
+mod fragments;
 mod recurrent;
 mod scan;
 #[cfg(not(lacks_mma_sync))]
 mod scan_mma;
-#[cfg(not(lacks_mma_sync))]
-mod words;
 
 use abi::ops::gated_delta::{GatedDeltaDims, ROWS_IN_PIECES};
 use cuda_std::cvt::{Element, bf16, f16};
@@ -161,12 +161,6 @@ macro_rules! entry {
     ($entry:ident, $type:ident, ChunkMma) => {
         entry!($entry, $type, of_chunk chunk_mma);
     };
-    ($entry:ident, $type:ident, Scan) => {
-        entry!($entry, $type, of_scan scan);
-    };
-    ($entry:ident, $type:ident, ScanMma) => {
-        entry!($entry, $type, of_scan scan_mma);
-    };
     ($entry:ident, $type:ident, of_chunk $module:ident) => {
         /// Entry point; see `chunk` and `abi::ops::gated_delta`.
         ///
@@ -190,7 +184,27 @@ macro_rules! entry {
             unsafe { $module::chunk::<$type>(q, k, gates, offsets, workspace, &dims) }
         }
     };
-    ($entry:ident, $type:ident, of_scan $module:ident) => {
+    ($entry:ident, $type:ident, ScanMma) => {
+        /// Entry point; see `scan_mma` and `abi::ops::gated_delta`.
+        ///
+        /// # Safety
+        /// - Arguments as `GatedDelta::run` checks them.
+        #[kernel(max_threads = 256, min_blocks = 1)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            v: *const $type,
+            offsets: *const u32,
+            slots: *const u32,
+            state: *mut f32,
+            out: *mut $type,
+            workspace: *const f32,
+            dims: GatedDeltaDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { scan_mma::slice::<$type>(v, offsets, slots, state, out, workspace, &dims) }
+        }
+    };
+    ($entry:ident, $type:ident, Scan) => {
         /// Entry point; see `scan` and `abi::ops::gated_delta`.
         ///
         /// # Safety
@@ -209,7 +223,7 @@ macro_rules! entry {
             dims: GatedDeltaDims,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { $module::slice::<$type>(q, k, v, offsets, slots, state, out, workspace, &dims) }
+            unsafe { scan::slice::<$type>(q, k, v, offsets, slots, state, out, workspace, &dims) }
         }
     };
 }

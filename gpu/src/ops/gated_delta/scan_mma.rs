@@ -1,90 +1,129 @@
-//! The same as `scan` on the tensor cores of Ampere and later, for q, k, v and out of 16 bits: products of tf32, which
-//! holds elements of 16 bits whole, and other numbers as two parts (`words::Split`), so the state stays f32's.
+//! The same as `scan` on the tensor cores of Ampere and later, with what `chunk_mma` left in the workspace. Numbers are
+//! sums of three of bf16 (`fragments`), so the state stays f32's.
 //!
 //! A block of eight warps has 32 columns of one sequence and value head:
 //!
 //! ```text
-//! phase 1   warp w: 16 tokens, 16 columns   K S and Q S in one walk;  R = V − diag(e^γ) · K S
+//! phase 1   warp w: 16 tokens, 16 columns   K S and Q S in one walk;  R = V − diag(e^γ / |k|) · K S
 //! phase 2   the same                        Ṽ = X R, up to the rows' diagonal;  W = diag(e^(γ_63 − γ) / |k|) · Ṽ
-//! phase 3   the same                        O = diag(e^γ) · Q S + P Ṽ
-//!           warp w: rows 16 w to 16 w + 15  S ← e^γ_63 · S + Kᵀ W, of which the sums stay in registers
+//! phase 3   the same                        O = diag(e^γ scale / |q|) · Q S + P Ṽ
+//!           warp w: 16 rows of the state    S ← e^γ_63 · S + Kᵀ W, of which the sums stay in registers
 //!
-//! shared    | S | R | Ṽ | W |, each as two parts, rows of 32 words moved by `turned`; | powers of two of k |
+//! shared    | S | R | Ṽ | W | as second operands, blocks of 16 rows and 8 columns, each in three parts
 //!           | marks of the warps: of R, of Ṽ |
 //! ```
 //!
-//! - k, q, X and P go from global memory to operands as they are. Which elements are multiplied at a time does not
-//!   matter, so a lane has 8 neighbours of a row of k by one load, or 4 of X.
-//! - A row of k is divided by a power of two near its size, which is exact: neither sums nor W leave the range of f32
-//!   for it.
+//! - First operands come from the workspace as they are, a lane's by one load; those of the next chunk's phase 1
+//!   while the state is brought up to date.
+//! - Rows of k and q have a size near 1, and the factors the rest of it.
 //! - A product with X or P ends at the diagonal's block of 16 by 16, where zeros stand above it. 0 · NaN would lead
 //!   back to earlier tokens, so where R or Ṽ has something that is not finite, that product is made number by number.
-//! - What the next chunk needs of k and q is loaded behind phase 1.
 
-use abi::ops::gated_delta::{CHUNK, GatedDeltaDims, MAX_DIM_K, PLACE_ELEMENTS, SLICE};
-use cuda_std::{global, mma, shared, thread, warp};
+use abi::ops::gated_delta::{CHUNK, FRAGMENT, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, SLICE};
+use cuda_std::{global, shared, thread, warp};
 
-use super::key_head;
-use super::scan::{KEY_SCALES, QUERY_SCALES, SINCE_START, TO_END};
-use super::words::{Split, halves, load_pair, load_words, parts};
-use crate::matmul::multiplicand::Multiplicand;
+use super::chunk_mma::{
+    Elements, MATRIX_P, OF_CHANGES, OF_KEYS, OF_QUERIES, SINCE_START, lower_fragment, parts_of,
+};
+use super::fragments::{
+    BLOCK_BYTES, Lane, PARTS, Parts, add_elements, add_numbers, half, load_fragment, load_number,
+};
 use crate::tile::sequences::Sequence;
 
-/// Blocks of 32 elements of a key head, and of 16 tokens of a chunk.
+/// Blocks of 16 tokens of a chunk, and of 8 columns of a slice.
 const BLOCKS: usize = 4;
+/// Blocks of 16 rows of the state, the most.
+const STATE_BLOCKS: usize = MAX_DIM_K as usize / 16;
 
-/// Bytes of a part of a matrix of 64 rows.
-const ROWS_BYTES: u32 = 4 * CHUNK * SLICE;
-
-/// Shared memory in bytes: the matrices' two parts each, then a power of two for each token, then two marks of each
-/// warp.
+/// Shared memory in bytes.
 const STATE: u32 = 0;
-const STATE_BYTES: u32 = 4 * MAX_DIM_K * SLICE;
-const REST: u32 = STATE + 2 * STATE_BYTES;
-const VALUES: u32 = REST + 2 * ROWS_BYTES;
-const WEIGHED: u32 = VALUES + 2 * ROWS_BYTES;
-const POWERS: u32 = WEIGHED + 2 * ROWS_BYTES;
-const MARKS: u32 = POWERS + 4 * CHUNK;
-const _: () = assert!(MARKS + 64 == abi::ops::gated_delta::GatedDeltaTile::ScanMma.smem_bytes());
+const REST: u32 = STATE_BLOCKS as u32 * ROW_BYTES;
+const VALUES: u32 = REST + BLOCKS as u32 * ROW_BYTES;
+const WEIGHED: u32 = VALUES + BLOCKS as u32 * ROW_BYTES;
+const MARKS: u32 = WEIGHED + BLOCKS as u32 * ROW_BYTES;
+const _: () = assert!(MARKS + 64 == GatedDeltaTile::ScanMma.smem_bytes());
 
-/// The place of a column in a row of 32 words, for lanes of which four have rows 4 apart and eight neighbouring
-/// columns, and for those of which eight have neighbouring rows and four columns 2 apart: each time 32 banks.
+/// Bytes of a matrix's 16 rows.
+const ROW_BYTES: u32 = SLICE / 8 * BLOCK_BYTES;
+
+/// Where a block of 16 rows and 8 columns of a matrix is.
 #[inline(always)]
-fn turned(row: u32, col: u32) -> u32 {
-    row * SLICE + (col ^ (row & 1 | ((row >> 1 ^ row >> 3) & 1) << 3 | (row >> 2 & 1) << 4))
+const fn block_at(matrix: u32, row: u32, col: u32) -> u32 {
+    matrix + row * ROW_BYTES + col * BLOCK_BYTES
 }
 
-/// The same for rows of the state, which go by twos.
-#[inline(always)]
-fn turned_by_twos(row: u32, col: u32) -> u32 {
-    row * SLICE + (turned(row >> 1, col) & (SLICE - 1))
-}
+/// Several parts of a fragment, or several fragments.
+type Fragment<const N: usize> = [[u32; 4]; N];
 
-/// Two parts of a number to a matrix at `to`, of which a part has `bytes`.
+/// The first parts of a row of fragments of k or q.
 ///
 /// # Safety
-/// - *exclusive*: the word, of both parts.
+/// - As for [`load_fragment`].
 #[inline(always)]
-unsafe fn store(to: u32, bytes: u32, word: u32, value: f32) {
-    let Split { high, low } = Split::new(value);
-    // SAFETY: the caller's promise.
-    unsafe {
-        shared::store_u32(to + 4 * word, high);
-        shared::store_u32(to + bytes + 4 * word, low);
+unsafe fn load_row<T: Parts>(
+    from: *const f32,
+    matrix: Elements,
+    row: u32,
+    dims: &GatedDeltaDims,
+) -> Fragment<STATE_BLOCKS> {
+    let mut fragments = [[0; 4]; STATE_BLOCKS];
+    let mut block = 0;
+    while block < STATE_BLOCKS {
+        if has_rows(block as u32, dims) {
+            // SAFETY: the caller's promise.
+            fragments[block] = unsafe { load_fragment(from, matrix.fragment::<T>(row, block as u32, 0)) };
+        }
+        block += 1;
     }
+    fragments
 }
 
-/// Two neighbouring rows of a column as the second operand, both parts.
+/// A fragment of elements of which the first part is there.
 ///
 /// # Safety
-/// - *initialised*: the words, and a barrier since.
+/// - As for [`load_fragment`].
 #[inline(always)]
-unsafe fn load(from: u32, bytes: u32, words: [u32; 2]) -> [[u32; 2]; 2] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let part = |at: u32| [shared::load_u32(at + 4 * words[0]), shared::load_u32(at + 4 * words[1])];
-        [part(from), part(from + bytes)]
+unsafe fn with_rest<T: Parts>(
+    first: [u32; 4],
+    from: *const f32,
+    matrix: Elements,
+    [row, col]: [u32; 2],
+) -> Fragment<2> {
+    let mut parts = [first, [0; 4]];
+    if T::PARTS > 1 {
+        // SAFETY: the caller's promise.
+        parts[1] = unsafe { load_fragment(from, matrix.fragment::<T>(row, col, 1)) };
     }
+    parts
+}
+
+/// Whether there are rows of the state in a block of 16: they go by 32.
+#[inline(always)]
+fn has_rows(block: u32, dims: &GatedDeltaDims) -> bool {
+    16 * (block & !1) < dims.dim_k
+}
+
+/// A row of fragments of X or P, up to the diagonal.
+///
+/// # Safety
+/// - As for [`load_fragment`].
+#[inline(always)]
+unsafe fn load_lower(from: *const f32, row: u32) -> [Fragment<PARTS>; BLOCKS] {
+    let mut fragments = [[[0; 4]; PARTS]; BLOCKS];
+    let mut block = 0;
+    while block < BLOCKS {
+        if block as u32 <= row {
+            let mut part = 0;
+            while part < PARTS {
+                // SAFETY: the caller's promise.
+                fragments[block][part] =
+                    unsafe { load_fragment(from, lower_fragment(row, block as u32, part)) };
+                part += 1;
+            }
+        }
+        block += 1;
+    }
+    fragments
 }
 
 /// Marks the warp's numbers: whether all are finite.
@@ -118,131 +157,110 @@ unsafe fn is_marked(marks: u32) -> bool {
 struct Own {
     /// Its rows, 16 each.
     tile: u32,
-    /// The lane's two rows.
-    rows: [u32; 2],
-    /// The lane's first column of the sums; the others are the next, and 8 further.
-    col: u32,
-    /// The first column of the tile.
-    first_col: u32,
-    /// The lane's first row of the state; the other is the next one.
-    state_row: u32,
+    /// The first of its two blocks of 8 columns.
+    first_block: u32,
     group: u32,
     member: u32,
 }
 
 impl Own {
-    /// A thread's. Of two warps of a scheduler one has a long lower triangle and one a short one.
+    /// This thread's. Of two warps of a scheduler one has a long lower triangle and one a short one.
     #[inline(always)]
-    fn new(thread: u32) -> Self {
-        let (warp, group, member) = (thread / 32, thread % 32 / 4, thread % 4);
+    fn new() -> Self {
+        let (warp, lane) = (thread::warp_idx(), thread::lane());
         let tile = if warp < 4 { warp } else { 7 - warp };
-        let first_col = warp / 4 * 16;
-        Own {
-            tile,
-            rows: [16 * tile + group, 16 * tile + group + 8],
-            col: first_col + 2 * member,
-            first_col,
-            state_row: 16 * warp + 2 * group,
-            group,
-            member,
-        }
+        Own { tile, first_block: warp / 4 * 2, group: lane / 4, member: lane % 4 }
     }
 
-    /// This thread's, found anew: places of all that it reads and writes would be kept in registers from chunk to
-    /// chunk.
+    /// The token of the lane's first or second row.
     #[inline(always)]
-    fn again(place: u32) -> Self {
-        Self::new(thread::opaque(thread::thread_idx_x() ^ place) ^ place)
+    fn token(self, second: usize) -> u32 {
+        16 * self.tile + 2 * self.group + second as u32
+    }
+
+    /// The column of the lane's first or second sum of a row.
+    #[inline(always)]
+    fn col(self, n: usize, second: usize) -> u32 {
+        8 * (self.first_block + n as u32) + 2 * self.member + second as u32
+    }
+
+    /// The lane's first or second row of the state, and a column of all of them.
+    #[inline(always)]
+    fn of_state(self, n: usize, i: usize) -> (u32, u32) {
+        let warp = thread::warp_idx();
+        let pair = 4 * (self.group / 2) + 2 * (warp % 2) + self.group % 2;
+        (32 * (warp / 2) + 2 * pair + i as u32 / 2, 8 * n as u32 + 2 * self.member + i as u32 % 2)
     }
 }
 
-/// Adds the product of the lower triangle of a matrix in the workspace, of which the lane has `factors`, and a matrix
-/// in shared memory.
+/// The product of a lower triangle's fragments and a matrix in shared memory, added to two blocks of sums.
 ///
 /// # Safety
 /// - *converged*: the whole warp; *initialised*: the matrix, and a barrier since.
 #[inline(always)]
-unsafe fn add_lower(sums: &mut [[f32; 4]; 2], factors: &[[[f32; 4]; 2]; BLOCKS], from: u32, own: Own) {
+unsafe fn add_lower(
+    sums: &mut [[f32; 4]; 2],
+    fragments: &[Fragment<PARTS>; BLOCKS],
+    matrix: u32,
+    own: Own,
+    lane: Lane,
+) {
+    let mut small = [[0.0; 4]; 2];
     let mut block = 0;
     while block < BLOCKS {
         if block as u32 <= own.tile {
-            let mut j = 0;
-            while j < 2 {
-                let [low, high] = factors[block];
-                let a = [low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1]].map(Split::new);
-                let (a_high, a_low) = (a.map(|a| a.high), a.map(|a| a.low));
-                let row = 16 * block as u32 + 4 * own.member + 2 * j as u32;
-                let mut n = 0;
-                while n < 2 {
-                    let col = own.first_col + 8 * n as u32 + own.group;
-                    // SAFETY: rows below 64 — the caller.
-                    unsafe {
-                        let [b_high, b_low] =
-                            load(from, ROWS_BYTES, [turned(row, col), turned(row + 1, col)]);
-                        sums[n] = mma::m16n8k8_f32_tf32(a_low, b_high, sums[n]);
-                        sums[n] = mma::m16n8k8_f32_tf32(a_high, b_low, sums[n]);
-                        sums[n] = mma::m16n8k8_f32_tf32(a_high, b_high, sums[n]);
-                    }
-                    n += 1;
-                }
-                j += 1;
+            let mut n = 0;
+            while n < 2 {
+                // SAFETY: the caller's promise.
+                [small[n], sums[n]] = unsafe {
+                    let b = lane.load(block_at(matrix, block as u32, own.first_block + n as u32));
+                    add_numbers([small[n], sums[n]], &fragments[block], &b)
+                };
+                n += 1;
             }
         }
         block += 1;
     }
+    let mut i = 0;
+    while i < 8 {
+        sums[i / 4][i % 4] += small[i / 4][i % 4];
+        i += 1;
+    }
 }
 
-/// The same number by number.
+/// The same number by number, from the fragments in the workspace.
 ///
 /// # Safety
-/// - As for [`add_lower`]; the matrix in the workspace *in-bounds*.
+/// - As for [`add_lower`]; the fragments *in-bounds*.
 #[inline(always)]
-unsafe fn add_lower_singly(sums: &mut [[f32; 4]; 2], matrix: *const f32, from: u32, own: Own) {
+unsafe fn add_lower_singly(sums: &mut [[f32; 4]; 2], fragments: *const f32, matrix: u32, own: Own) {
     let mut s = thread::opaque(0);
-    while s <= own.rows[1] {
-        let mut n = 0;
-        while n < 2 {
-            let mut j = 0;
-            while j < 4 {
-                let (row, col) = (own.rows[j / 2], own.col + 8 * n as u32 + j as u32 % 2);
-                if s <= row {
-                    // SAFETY: row and s below 64 — the caller.
-                    unsafe {
-                        let factor = global::load(matrix.add((row * CHUNK + s) as usize));
-                        let at = from + 4 * turned(s, col);
-                        sums[n][j] += factor * (shared::load_f32(at) + shared::load_f32(at + ROWS_BYTES));
-                    }
+    while s <= own.token(1) {
+        let (block, pair, second) = (s / 16, s % 16 / 2, s % 2);
+        let mut i = 0;
+        while i < 8 {
+            let (n, j) = (i / 4, i % 4);
+            if s <= own.token(j / 2) {
+                let lane = 4 * own.group + pair / 2;
+                let word = lane * 4 + j as u32 / 2 + 2 * (pair % 2);
+                let mut factor = 0.0;
+                let mut part = PARTS;
+                while part > 0 {
+                    part -= 1;
+                    let at = lower_fragment(own.tile, block, part) * FRAGMENT as usize + word as usize;
+                    // SAFETY: s up to the token — the caller.
+                    let bits = unsafe { global::load(fragments.wrapping_add(at)) }.to_bits();
+                    factor += half(bits, second);
                 }
-                j += 1;
+                let (first_col, col) = (own.first_block + n as u32, 2 * own.member + j as u32 % 2);
+                // SAFETY: as above.
+                let number = unsafe { load_number(block_at(matrix, block, first_col), pair, second, col) };
+                sums[n][j] += factor * number;
             }
-            n += 1;
+            i += 1;
         }
         s += 1;
     }
-}
-
-/// The lane's part of the lower triangle of a matrix in the workspace.
-///
-/// # Safety
-/// - *in-bounds*: the matrix, *aligned(16)*.
-#[inline(always)]
-unsafe fn load_lower(matrix: *const f32, own: Own) -> [[[f32; 4]; 2]; BLOCKS] {
-    let mut factors = [[[0.0; 4]; 2]; BLOCKS];
-    let mut block = 0;
-    while block < BLOCKS {
-        if block as u32 <= own.tile {
-            let mut half = 0;
-            while half < 2 {
-                let at = own.rows[half] * CHUNK + 16 * block as u32 + 4 * own.member;
-                // SAFETY: a row's 4 of 64 — the caller.
-                factors[block][half] =
-                    unsafe { global::load_nc_x4(matrix.wrapping_add(at as usize)) }.map(f32::from_bits);
-                half += 1;
-            }
-        }
-        block += 1;
-    }
-    factors
 }
 
 /// A slice of the columns of one sequence and value head, through those of its chunks that are in this pass.
@@ -250,10 +268,7 @@ unsafe fn load_lower(matrix: *const f32, own: Own) -> [[[f32; 4]; 2]; BLOCKS] {
 /// # Safety
 /// - As for `scan::slice`, with what `chunk_mma` has left.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
-pub unsafe fn slice<T: Multiplicand>(
-    q: *const T,
-    k: *const T,
+pub unsafe fn slice<T: Parts>(
     v: *const T,
     offsets: *const u32,
     slots: *const u32,
@@ -278,291 +293,201 @@ pub unsafe fn slice<T: Multiplicand>(
         return;
     }
 
-    let (warp, base) = (thread::warp_idx(), shared::base());
-    let key_head = key_head(head, dims);
-    let q = q.wrapping_add(key_head * dims.q_head_stride as usize);
-    let k = k.wrapping_add(key_head * dims.k_head_stride as usize);
+    let (base, own) = (shared::base(), Own::new());
+    let (warp, lane) = (thread::warp_idx(), Lane::new(own.group, own.member));
     let v = v.wrapping_add(head as usize * dims.v_head_stride as usize);
     let out = out.wrapping_add(head as usize * dims.out_head_stride as usize);
     let state = state.wrapping_add(
         slot as usize * dims.slot_stride as usize + head as usize * dims.dim_k as usize * dims.dim_v as usize,
     );
     let in_slice = |col: u32| slice * SLICE + col;
-    // A lane's rows and columns of the state.
-    let state_place = |own: Own, n: usize, i: usize| {
-        (own.state_row + i as u32 / 2, 8 * n as u32 + 2 * own.member + i as u32 % 2)
-    };
+    let parts_of =
+        |place: u32| parts_of::<T>(place - dims.first_place, head, dims).map(|at| workspace.wrapping_add(at));
 
-    // SAFETY: rows below dim_k and columns below dim_v of a slot and head that exist; tokens below the sequence's end.
-    // Shared memory: a lane writes its own words, and barriers come between every write and the reads before and after
-    // it. The state's rows past dim_k, and columns past dim_v, are zeros.
+    // SAFETY: rows below dim_k and columns below dim_v of a slot and head that exist; tokens below the sequence's end;
+    // fragments of places of this pass and of blocks below dim_k, which the kernel before has left. Shared memory: a
+    // lane writes its own words, and barriers come between every write and the reads before and after it. The state's
+    // rows past dim_k, and columns past dim_v, are zeros.
     unsafe {
-        let tokens_of = |place: u32| {
-            let first = (place - first_place) * CHUNK;
-            ((sequence.start + first) as usize, (sequence.len - first).min(CHUNK))
-        };
-        // The lane's rows of k or q.
-        let load_rows = |from: *const T, stride: u32, place: u32| {
-            let ((start, len), own) = (tokens_of(place), Own::again(place));
-            let mut words = [[[0u32; 4]; 2]; BLOCKS];
-            let mut block = 0;
-            while block < BLOCKS {
-                let mut half = 0;
-                while half < 2 {
-                    let (row, col) = (own.rows[half], 32 * block as u32 + 8 * own.member);
-                    let here = if row < len { dims.dim_k.saturating_sub(col).min(8) } else { 0 };
-                    let at = (start + row as usize) * stride as usize + col as usize;
-                    words[block][half] = load_words(from.wrapping_add(at), here, dims);
-                    half += 1;
-                }
-                block += 1;
-            }
-            words
-        };
-        let mut sums_state = [[[0.0f32; 2]; 2]; 4];
-        let own = Own::again(place);
+        let mut sums_state = [[0.0f32; 4]; BLOCKS];
         let mut n = 0;
-        while n < 4 {
+        while n < BLOCKS {
             let mut i = 0;
             while i < 4 {
-                let (row, col) = state_place(own, n, i);
+                let (row, col) = own.of_state(n, i);
                 if row < dims.dim_k && in_slice(col) < dims.dim_v {
                     let at = row as usize * dims.dim_v as usize + in_slice(col) as usize;
-                    sums_state[n][i / 2][i % 2] = global::load(state.add(at).cast_const());
+                    sums_state[n][i] = global::load(state.add(at).cast_const());
                 }
-                let word = turned_by_twos(row, col);
-                store(base + STATE, STATE_BYTES, word, sums_state[n][i / 2][i % 2]);
                 i += 1;
             }
+            lane.store(base + block_at(STATE, warp, n as u32), sums_state[n]);
             n += 1;
         }
-        let mut keys = load_rows(k, dims.k_token_stride, place);
-        let mut queries = load_rows(q, dims.q_token_stride, place);
+        let [of_key, _] = parts_of(place);
+        let mut keys = load_row::<T>(of_key, Elements::Keys, own.tile, dims);
+        let mut queries = load_row::<T>(of_key, Elements::Queries, own.tile, dims);
         thread::sync_threads();
 
         while place < end_place {
-            let ((start, len), own) = (tokens_of(place), Own::again(place));
-            let left =
-                workspace.add(((place - dims.first_place) * heads + head) as usize * PLACE_ELEMENTS as usize);
-            let column = |which: u32, row: u32| global::load(left.wrapping_add((which + row) as usize));
-            // Of both rows: what k and q are multiplied by first, and what their products are then.
-            let (mut powers, mut factors, mut since_start) =
-                ([[0.0f32; 2]; 2], [[0.0f32; 2]; 2], [0.0f32; 2]);
-            let mut to_end = [0.0f32; 2];
-            let mut half = 0;
-            while half < 2 {
-                let row = own.rows[half];
-                let scales = [column(KEY_SCALES, row), column(QUERY_SCALES, row)];
-                since_start[half] = column(SINCE_START, row);
-                let mut i = 0;
-                while i < 2 {
-                    (powers[i][half], factors[i][half]) = parts(scales[i]);
-                    i += 1;
-                }
-                to_end[half] = column(TO_END, row) * factors[0][half];
-                if warp < 4 && own.member == 0 {
-                    shared::store_f32(base + POWERS + 4 * row, powers[0][half]);
-                }
-                half += 1;
-            }
+            let [of_key, of_value] = parts_of(place);
+            let first = (place - first_place) * CHUNK;
+            let (start, len) = ((sequence.start + first) as usize, (sequence.len - first).min(CHUNK));
+            let column = |which: u32, row: u32| global::load(of_value.wrapping_add((which + row) as usize));
+            let of_both = |which: u32| [column(which, own.token(0)), column(which, own.token(1))];
+            let (of_keys, of_queries, of_changes) =
+                (of_both(OF_KEYS), of_both(OF_QUERIES), of_both(OF_CHANGES));
             let whole = column(SINCE_START, CHUNK - 1);
-            let lower = load_lower(left, own);
             let mut values = [[0.0f32; 4]; 2];
-            let mut n = 0;
-            while n < 2 {
-                let mut j = 0;
-                while j < 4 {
-                    let (row, col) = (own.rows[j / 2], in_slice(own.col + 8 * n as u32 + j as u32 % 2));
-                    if row < len && col < dims.dim_v {
-                        let at = (start + row as usize) * dims.v_token_stride as usize + col as usize;
-                        values[n][j] = global::load(v.add(at)).to_f32();
-                    }
-                    j += 1;
+            let mut i = 0;
+            while i < 8 {
+                let (n, j) = (i / 4, i % 4);
+                let (row, col) = (own.token(j / 2), in_slice(own.col(n, j % 2)));
+                if row < len && col < dims.dim_v {
+                    let at = (start + row as usize) * dims.v_token_stride as usize + col as usize;
+                    values[n][j] = global::load(v.add(at)).to_f32();
                 }
-                n += 1;
+                i += 1;
             }
+            let lower = load_lower(of_value, own.tile);
 
             // K S and Q S.
             let (mut keys_state, mut queries_state) = ([[0.0f32; 4]; 2], [[0.0f32; 4]; 2]);
             let mut block = 0;
-            while block < BLOCKS {
-                if 32 * (block as u32) < dims.dim_k {
-                    let mut j = 0;
-                    while j < 4 {
-                        let operand = |words: &[[u32; 4]; 2], powers: [f32; 2]| {
-                            let (low, high) = (halves::<T>(words[0][j]), halves::<T>(words[1][j]));
-                            [low[0] * powers[0], high[0] * powers[1], low[1] * powers[0], high[1] * powers[1]]
-                                .map(f32::to_bits)
-                        };
-                        let (own_keys, own_queries) =
-                            (operand(&keys[block], powers[0]), operand(&queries[block], powers[1]));
-                        let row = 32 * block as u32 + 8 * own.member + 2 * j as u32;
-                        let mut n = 0;
-                        while n < 2 {
-                            let col = own.first_col + 8 * n as u32 + own.group;
-                            let word = turned_by_twos(row, col);
-                            let [high, low] = load(base + STATE, STATE_BYTES, [word, word + SLICE]);
-                            keys_state[n] = mma::m16n8k8_f32_tf32(own_keys, low, keys_state[n]);
-                            queries_state[n] = mma::m16n8k8_f32_tf32(own_queries, low, queries_state[n]);
-                            keys_state[n] = mma::m16n8k8_f32_tf32(own_keys, high, keys_state[n]);
-                            queries_state[n] = mma::m16n8k8_f32_tf32(own_queries, high, queries_state[n]);
-                            n += 1;
-                        }
-                        j += 1;
+            while block < STATE_BLOCKS {
+                if has_rows(block as u32, dims) {
+                    let at = [own.tile, block as u32];
+                    let own_keys = with_rest::<T>(keys[block], of_key, Elements::Keys, at);
+                    let own_queries = with_rest::<T>(queries[block], of_key, Elements::Queries, at);
+                    let mut n = 0;
+                    while n < 2 {
+                        let at = block_at(STATE, block as u32, own.first_block + n as u32);
+                        let b = lane.load(base + at);
+                        keys_state[n] = add_elements::<T>(keys_state[n], &own_keys, &b);
+                        queries_state[n] = add_elements::<T>(queries_state[n], &own_queries, &b);
+                        n += 1;
                     }
                 }
                 block += 1;
             }
-            // R = V − diag(e^γ) · K S
+            // R
             let mut is_finite = true;
             let mut n = 0;
             while n < 2 {
+                let mut rest = [0.0; 4];
                 let mut j = 0;
                 while j < 4 {
-                    let (row, col) = (own.rows[j / 2], own.col + 8 * n as u32 + j as u32 % 2);
-                    let product = keys_state[n][j] * factors[0][j / 2];
-                    let rest = values[n][j] - since_start[j / 2] * product;
-                    is_finite &= rest.is_finite();
-                    store(base + REST, ROWS_BYTES, turned(row, col), rest);
+                    rest[j] = values[n][j] - of_keys[j / 2] * keys_state[n][j];
+                    is_finite &= rest[j].is_finite();
                     j += 1;
                 }
+                lane.store(base + block_at(REST, own.tile, own.first_block + n as u32), rest);
                 n += 1;
             }
             mark(base + MARKS, is_finite);
-            if place + 1 < end_place {
-                keys = load_rows(k, dims.k_token_stride, place + 1);
-                queries = load_rows(q, dims.q_token_stride, place + 1);
-            }
             thread::sync_threads();
 
-            // Ṽ = X R
-            let own = Own::again(place);
-            let matrix_p = left.wrapping_add((CHUNK * CHUNK) as usize);
-            let mut weighed = [[0.0f32; 4]; 2];
+            // Ṽ and W
+            let matrix_p = of_value.wrapping_add(MATRIX_P as usize);
+            let mut changes = [[0.0f32; 4]; 2];
             if is_marked(base + MARKS) {
-                add_lower_singly(&mut weighed, left, base + REST, own);
+                add_lower_singly(&mut changes, of_value, base + REST, own);
             } else {
-                add_lower(&mut weighed, &lower, base + REST, own);
+                add_lower(&mut changes, &lower, base + REST, own, lane);
             }
+            let lower = load_lower(matrix_p, own.tile);
             let mut is_finite = true;
             let mut n = 0;
             while n < 2 {
+                let mut weighed = [0.0; 4];
                 let mut j = 0;
                 while j < 4 {
-                    let (row, col) = (own.rows[j / 2], own.col + 8 * n as u32 + j as u32 % 2);
-                    let value = weighed[n][j];
-                    is_finite &= value.is_finite();
-                    store(base + VALUES, ROWS_BYTES, turned(row, col), value);
-                    store(base + WEIGHED, ROWS_BYTES, turned(row, col), value * to_end[j / 2]);
+                    is_finite &= changes[n][j].is_finite();
+                    weighed[j] = changes[n][j] * of_changes[j / 2];
                     j += 1;
                 }
+                let col = own.first_block + n as u32;
+                lane.store(base + block_at(VALUES, own.tile, col), changes[n]);
+                lane.store(base + block_at(WEIGHED, own.tile, col), weighed);
                 n += 1;
             }
             mark(base + MARKS + 32, is_finite);
+            let mut transposed = [[0; 4]; BLOCKS];
+            if has_rows(warp, dims) {
+                let mut block = 0;
+                while block < BLOCKS {
+                    let fragment = Elements::KeysTransposed.fragment::<T>(warp, block as u32, 0);
+                    transposed[block] = load_fragment(of_key, fragment);
+                    block += 1;
+                }
+            }
             thread::sync_threads();
 
-            // O = diag(e^γ) · Q S + P Ṽ
-            let own = Own::again(place);
-            let lower = load_lower(matrix_p, own);
+            // O
             let mut outs = [[0.0f32; 4]; 2];
-            let mut n = 0;
-            while n < 2 {
-                let mut j = 0;
-                while j < 4 {
-                    outs[n][j] = queries_state[n][j] * factors[1][j / 2] * since_start[j / 2];
-                    j += 1;
-                }
-                n += 1;
+            let mut i = 0;
+            while i < 8 {
+                outs[i / 4][i % 4] = queries_state[i / 4][i % 4] * of_queries[i % 4 / 2];
+                i += 1;
             }
             if is_marked(base + MARKS + 32) {
                 add_lower_singly(&mut outs, matrix_p, base + VALUES, own);
             } else {
-                add_lower(&mut outs, &lower, base + VALUES, own);
+                add_lower(&mut outs, &lower, base + VALUES, own, lane);
             }
-            let mut n = 0;
-            while n < 2 {
-                let mut j = 0;
-                while j < 4 {
-                    let (row, col) = (own.rows[j / 2], in_slice(own.col + 8 * n as u32 + j as u32 % 2));
-                    if row < len && col < dims.dim_v {
-                        let at = (start + row as usize) * dims.out_token_stride as usize + col as usize;
-                        global::store(out.add(at), T::from_f32(outs[n][j]));
-                    }
-                    j += 1;
+            let mut i = 0;
+            while i < 8 {
+                let (n, j) = (i / 4, i % 4);
+                let (row, col) = (own.token(j / 2), in_slice(own.col(n, j % 2)));
+                if row < len && col < dims.dim_v {
+                    let at = (start + row as usize) * dims.out_token_stride as usize + col as usize;
+                    global::store(out.add(at), T::from_f32(outs[n][j]));
                 }
-                n += 1;
+                i += 1;
             }
 
-            // S ← e^γ_63 · S + Kᵀ W
-            let own = Own::again(place);
+            if place + 1 < end_place {
+                let [of_key, _] = parts_of(place + 1);
+                keys = load_row::<T>(of_key, Elements::Keys, own.tile, dims);
+                queries = load_row::<T>(of_key, Elements::Queries, own.tile, dims);
+            }
+            // S
             let mut n = 0;
-            while n < 4 {
-                let mut i = 0;
-                while i < 4 {
-                    sums_state[n][i / 2][i % 2] *= whole;
-                    i += 1;
-                }
+            while n < BLOCKS {
+                sums_state[n] = sums_state[n].map(|sum| sum * whole);
                 n += 1;
             }
-            if 16 * warp < dims.dim_k {
-                let here = dims.dim_k.saturating_sub(own.state_row).min(2);
+            if has_rows(warp, dims) {
                 let mut block = 0;
                 while block < BLOCKS {
-                    let mut j = 0;
-                    while j < 2 {
-                        let token = 16 * block as u32 + 4 * own.member + 2 * j as u32;
-                        // Of token and the next.
-                        let pair = |token: u32| {
-                            let at = (start + token as usize) * dims.k_token_stride as usize
-                                + own.state_row as usize;
-                            let word =
-                                load_pair(k.wrapping_add(at), if token < len { here } else { 0 }, dims);
-                            let power = shared::load_f32(base + POWERS + 4 * token);
-                            halves::<T>(word).map(|value| (value * power).to_bits())
-                        };
-                        let (low, high) = (pair(token), pair(token + 1));
-                        let a = [low[0], low[1], high[0], high[1]];
-                        let mut n = 0;
-                        while n < 4 {
-                            let col = 8 * n as u32 + own.group;
-                            let words = [turned(token, col), turned(token + 1, col)];
-                            let [b_high, b_low] = load(base + WEIGHED, ROWS_BYTES, words);
-                            let [low, high] = sums_state[n];
-                            let sums = [low[0], low[1], high[0], high[1]];
-                            let sums = mma::m16n8k8_f32_tf32(a, b_low, sums);
-                            let sums = mma::m16n8k8_f32_tf32(a, b_high, sums);
-                            sums_state[n] = [[sums[0], sums[1]], [sums[2], sums[3]]];
-                            n += 1;
-                        }
-                        j += 1;
+                    let at = [warp, block as u32];
+                    let own_keys = with_rest::<T>(transposed[block], of_key, Elements::KeysTransposed, at);
+                    let mut n = 0;
+                    while n < BLOCKS {
+                        let b = lane.load(base + block_at(WEIGHED, block as u32, n as u32));
+                        sums_state[n] = add_elements::<T>(sums_state[n], &own_keys, &b);
+                        n += 1;
                     }
                     block += 1;
                 }
             }
             let mut n = 0;
-            while n < 4 {
-                let mut i = 0;
-                while i < 4 {
-                    let (row, col) = state_place(own, n, i);
-                    let word = turned_by_twos(row, col);
-                    store(base + STATE, STATE_BYTES, word, sums_state[n][i / 2][i % 2]);
-                    i += 1;
-                }
+            while n < BLOCKS {
+                lane.store(base + block_at(STATE, warp, n as u32), sums_state[n]);
                 n += 1;
             }
             thread::sync_threads();
             place += 1;
         }
 
-        let own = Own::again(place);
         let mut n = 0;
-        while n < 4 {
+        while n < BLOCKS {
             let mut i = 0;
             while i < 4 {
-                let (row, col) = state_place(own, n, i);
+                let (row, col) = own.of_state(n, i);
                 if row < dims.dim_k && in_slice(col) < dims.dim_v {
                     let at = row as usize * dims.dim_v as usize + in_slice(col) as usize;
-                    global::store(state.add(at), sums_state[n][i / 2][i % 2]);
+                    global::store(state.add(at), sums_state[n][i]);
                 }
                 i += 1;
             }

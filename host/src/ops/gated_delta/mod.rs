@@ -8,6 +8,7 @@ mod select;
 use abi::DType;
 use abi::ops::gated_delta::{
     CHUNK, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, PLACE_ELEMENTS, ROWS_IN_PIECES, SLICE, STATE_IN_PIECES,
+    VALUE_WORDS, key_words, parts,
 };
 
 use crate::device::{Device, DeviceLimits};
@@ -119,20 +120,21 @@ impl<'a> GatedDeltaArgs<'a> {
 /// counts as −256, whose e^g is 0; of any finite `a_log`, a and `dt_bias` g is a number. Where the sizes of a sum's
 /// terms add up to more than 3.4e38, the state and what is read of it may be infinite or NaN. **Forms**: the recurrence
 /// as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as matrix products, which
-/// is another order of the same sums (on tensor cores, for f16 and bf16 from sm_80 on, of products of which 22 bits are
-/// left): there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is 0, where token by token something of a
+/// is another order of the same sums (on tensor cores, for f16 and bf16 from sm_80 on, of numbers as sums of three of
+/// bf16): there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is 0, where token by token something of a
 /// huge value can be left. Sums over |q|² and |k|² must stay below 3e38. **Determinism**: bitwise the same from run to
 /// run; a sequence's result does not depend on the other sequences. How it is cut into runs can change the last bits in
 /// the chunked form, not in the recurrent one, nor on the CPU; so the recurrent one is chosen for any length under
-/// [`Invariance::Batch`](crate::Invariance::Batch). On tensor cores what is below 2⁻¹¹³ in a state errs as a number of that size does. **Special
-/// values**: a NaN or infinity reaches no earlier token, no other head or sequence, and from v no other column.
-/// **Streams**: a plan of the chunked form has a workspace, so a run in another stream than the last one waits for
-/// that. A recorded graph does not know of later runs: do not let it run at the same time as the plan in another
-/// stream, nor outlive the plan. **Aliasing**: out and state may not overlap the other tensors. **Graphs**: offsets and
-/// slots are read when the kernels run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not
-/// fit; never after work was enqueued. **Architectures**: the same kernels on all floors, and others for chunks of f16
-/// and bf16 from sm_80 on. **Source**: Yang et al., *Gated Delta Networks* (2024), equation 10; the chunked form as in
-/// section 3.3 there and in Yang et al., *Parallelizing Linear Transformers with the Delta Rule over Sequence Length*
+/// [`Invariance::Batch`](crate::Invariance::Batch). On tensor cores what is below 2⁻¹¹⁰ in a state errs as a number of
+/// that size does. **Special values**: a NaN or infinity reaches no earlier token, no other head or sequence, and from
+/// v no other column. **Streams**: a plan of the chunked form has a workspace, so a run in another stream than the last
+/// one waits for that. A recorded graph does not know of later runs: do not let it run at the same time as the plan in
+/// another stream, nor outlive the plan. **Aliasing**: out and state may not overlap the other tensors. **Graphs**:
+/// offsets and slots are read when the kernels run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place
+/// that does not fit; never after work was enqueued. **Architectures**: the same kernels on all floors, and others for
+/// chunks of f16 and bf16 from sm_80 on. **Source**: Yang et al., *Gated Delta Networks* (2024), equation 10; the
+/// chunked form as in section 3.3 there and in Yang et al., *Parallelizing Linear Transformers with the Delta Rule over
+/// Sequence Length*
 /// (2024), section 3.
 ///
 /// ```no_run
@@ -187,7 +189,9 @@ pub(crate) struct Chunked {
     scan: Entry,
     /// Most places of a pass.
     pass: u32,
-    /// What the first leaves for the second: `PLACE_ELEMENTS` for each place of a pass and value head.
+    /// On tensor cores; they load k and q in the first alone.
+    is_mma: bool,
+    /// What the first leaves for the second, for each place of a pass.
     workspace: Workspace<1>,
 }
 
@@ -257,17 +261,24 @@ impl Operator for GatedDelta {
             let variant = select::variant(problem.dtype, tile)?;
             device.entry(OP, variant.entry, tile.smem_bytes())
         };
-        let (pass, chunk, scan) = match choice.variant {
+        let GatedDeltaProblem { heads_k, heads_v, dtype, .. } = *problem;
+        let (pass, is_mma) = match choice.variant {
             Form::Recurrent => return Ok(Kernels::Recurrent(load(GatedDeltaTile::Recurrent)?)),
-            Form::Chunked { pass } => (pass, GatedDeltaTile::Chunk, GatedDeltaTile::Scan),
-            Form::ChunkedMma { pass } => (pass, GatedDeltaTile::ChunkMma, GatedDeltaTile::ScanMma),
+            Form::Chunked { pass } => (pass, false),
+            Form::ChunkedMma { pass } => (pass, true),
+        };
+        let (chunk, scan, of_place) = if is_mma {
+            let of_place = heads_k * key_words(parts(dtype)) as usize + heads_v * VALUE_WORDS as usize;
+            (GatedDeltaTile::ChunkMma, GatedDeltaTile::ScanMma, of_place)
+        } else {
+            (GatedDeltaTile::Chunk, GatedDeltaTile::Scan, heads_v * PLACE_ELEMENTS as usize)
         };
         let pass = pass.clamp(1, places(problem.tokens as u32, problem.sequences as u32).max(1));
-        let elements = pass as usize * problem.heads_v * PLACE_ELEMENTS as usize;
+        let elements = pass as usize * of_place;
         let tensors = |stream: &_| Ok([Tensor::empty(stream, &[elements], DType::F32)?]);
         let (chunk, scan) = (load(chunk)?, load(scan)?);
         let workspace = Workspace::new(device, tensors)?;
-        Ok(Kernels::Chunked(Box::new(Chunked { chunk, scan, pass, workspace })))
+        Ok(Kernels::Chunked(Box::new(Chunked { chunk, scan, pass, is_mma, workspace })))
     }
 
     fn check(
@@ -418,7 +429,9 @@ impl Chunked {
             // done.
             unsafe {
                 self.chunk.launch(stream, [chunk_grid, 1, 1], [chunk, 1, 1], &chunk_params)?;
-                self.scan.launch(stream, [scan_grid, 1, 1], [scan, 1, 1], &scan_params)?;
+                // Of which those on tensor cores have no k and q.
+                let params = &scan_params[if self.is_mma { 2 } else { 0 }..];
+                self.scan.launch(stream, [scan_grid, 1, 1], [scan, 1, 1], params)?;
             }
             dims.first_place += dims.num_places;
         }
