@@ -1,6 +1,6 @@
 //! The sort by expert against its reference: exactly.
 
-use abi::ops::moe_permute::VARIANTS;
+use abi::ops::moe_permute::{COUNTED_PAIRS, VARIANTS};
 use proptest::prelude::*;
 use testkit::strategies::{Rng, dims};
 use warpforge::ops::moe_permute::{
@@ -206,15 +206,21 @@ proptest! {
 /// Several chunks, the last not full, and fewer tokens than were planned.
 #[test]
 fn many_pairs() -> Result<(), TestCaseError> {
-    for (tokens, top_k, experts, spread) in [(2500, 4, 60, Spread::Even), (1100, 8, 128, Spread::Foreign)] {
+    let sizes = [
+        (2500, 4, 60, Spread::Even),
+        (1100, 8, 128, Spread::Foreign),
+        (COUNTED_PAIRS as usize / 8 + 9, 8, 128, Spread::Even),
+    ];
+    for (tokens, top_k, experts, spread) in sizes {
         let case = Case { problem: MoePermuteProblem::new(tokens, top_k, experts), spread, seed: 1 };
-        for device in &devices_for(case.work()) {
+        for device in &devices_for(2 * case.work()) {
             run(device, &case, None)?;
+            run(device, &case, Some(MoePermutePath::Chunks))?;
         }
     }
     for device in &devices() {
         let stream = device.stream()?;
-        let problem = MoePermuteProblem::new(5000, 2, 4);
+        let problem = MoePermuteProblem::new(COUNTED_PAIRS as usize, 2, 4);
         let plan = MoePermute::plan(device, problem)?;
         let ids = Tensor::from_slice(&stream, &[3, 2], &[3u32, 0, 3, 1, 0, 2])?;
         let empty = |shape: &[usize]| Tensor::empty(&stream, shape, DType::U32);

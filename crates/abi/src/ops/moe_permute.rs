@@ -29,6 +29,8 @@ pub const MAX_BINS: u32 = 2048;
 pub const THREADS: u32 = 1024;
 /// Pairs of a block where there are several.
 pub const CHUNK_PAIRS: u32 = 4096;
+/// Most pairs that every block counts: three launches would take longer.
+pub const COUNTED_PAIRS: u32 = 16 * CHUNK_PAIRS;
 /// The position of a pair whose id is no expert's.
 pub const NO_POSITION: u32 = u32::MAX;
 
@@ -36,7 +38,7 @@ pub const NO_POSITION: u32 = u32::MAX;
 pub mod smem {
     /// Scratch of the scan.
     pub const SCAN: u32 = 0;
-    /// For each warp a word per bin.
+    /// For each warp a word per bin, then two words per bin for the pairs of other blocks.
     pub const HISTOGRAMS: u32 = 256;
 }
 
@@ -47,13 +49,13 @@ pub const fn bins(experts: u32) -> u32 {
 
 /// Warps that have a histogram: as many as shared memory holds.
 pub const fn warps(experts: u32) -> u32 {
-    let fitting = ((48 << 10) - smem::HISTOGRAMS) / (4 * bins(experts));
+    let fitting = ((48 << 10) - smem::HISTOGRAMS) / (4 * bins(experts)) - 2;
     if fitting < THREADS / 32 { fitting } else { THREADS / 32 }
 }
 
 /// Dynamic shared memory of a block in bytes.
 pub const fn smem_bytes(experts: u32) -> u32 {
-    smem::HISTOGRAMS + warps(experts) * bins(experts) * 4
+    smem::HISTOGRAMS + (warps(experts) + 2) * bins(experts) * 4
 }
 
 const _: () = assert!(warps(MAX_BINS) >= 1 && smem_bytes(MAX_BINS) <= 48 << 10);
@@ -61,7 +63,7 @@ const _: () = assert!(warps(MAX_BINS) >= 1 && smem_bytes(MAX_BINS) <= 48 << 10);
 /// What a kernel does of the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MoePermuteStage {
-    /// All of it, in one block.
+    /// All of it, in a block for each chunk.
     Block,
     /// Counts the pairs of each expert in each chunk.
     Count,

@@ -2,8 +2,8 @@
 //!
 //! | kernels | for | work split |
 //! |---|---|---|
-//! | `Block` | few pairs | one block |
-//! | `Count`, `Scan`, `Scatter` | many | a block per chunk of pairs; one; a block per chunk |
+//! | `Block` | not too many pairs | a block per chunk of pairs, which counts all others too |
+//! | `Count`, `Scan`, `Scatter` | many | a block per chunk; one; a block per chunk |
 //!
 //! A block gives each of its warps a stretch of its pairs and a histogram in shared memory:
 //!
@@ -12,8 +12,8 @@
 //! ids         | 3 0 3 7 …     | 0 0 5 …       | …        warp 0           1  0  0
 //!                                                        warp 1           2  0  0
 //! 1. each warp counts its pairs
-//! 2. a thread per bin: where the bin begins (a scan over the bins, or the work of `Scan`), then running sums down the
-//!    warps: each warp's count becomes the place of its first pair
+//! 2. a thread per bin: where the bin begins (a scan over the bins, or the work of `Scan`) and how many are in it before
+//!    the chunk, then running sums down the warps: each warp's count becomes the place of its first pair
 //! 3. each warp goes through its pairs in order, 32 at a time: the lanes with the same id find one another by a ballot
 //!    for each bit of the id, and take places in the order of lanes
 //! ```
@@ -68,6 +68,12 @@ fn count_at(warp: u32, bin: u32, dims: &MoePermuteDims) -> u32 {
     shared::base() + smem::HISTOGRAMS + 4 * (warp * bins(none(dims)) + bin)
 }
 
+/// Shared address of the count of a bin's pairs in chunks before the block's, or behind it.
+#[inline(always)]
+fn others_at(is_behind: bool, bin: u32, dims: &MoePermuteDims) -> u32 {
+    count_at(dims.warps, u32::from(is_behind) * bins(none(dims)) + bin, dims)
+}
+
 /// The pairs of this thread's warp, which are a multiple of 32 but for the last: from, to.
 #[inline(always)]
 fn pairs_of_warp(dims: &MoePermuteDims) -> (u32, u32) {
@@ -101,6 +107,49 @@ unsafe fn count(keys: Keys, dims: &MoePermuteDims) {
                 shared::add_u32(count_at(thread::warp_idx(), bin, dims), 1);
                 pair += 32;
             }
+        }
+        thread::sync_threads();
+    }
+}
+
+/// Pairs of a thread that are loaded side by side.
+const SIDE_BY_SIDE: usize = 4;
+
+/// The counts of each bin in all other chunks. One barrier before and one after.
+///
+/// # Safety
+/// - As for [`count`].
+#[inline(always)]
+unsafe fn count_others(keys: Keys, dims: &MoePermuteDims) {
+    let start = thread::block_idx_x() * dims.block_pairs;
+    let end = start.saturating_add(dims.block_pairs);
+    let mut word = thread::thread_idx_x();
+    // SAFETY: words of two histograms; between the barriers they are touched by atomics only.
+    unsafe {
+        while word < 2 * bins(none(dims)) {
+            shared::store_u32(others_at(false, word, dims), 0);
+            word += THREADS;
+        }
+        thread::sync_threads();
+        let mut first = thread::thread_idx_x();
+        while first < dims.pairs {
+            let pair = |i: usize| first + i as u32 * THREADS;
+            let mut found = [0; SIDE_BY_SIDE];
+            let mut i = 0;
+            while i < SIDE_BY_SIDE {
+                if pair(i) < dims.pairs {
+                    found[i] = keys.bin(pair(i), dims);
+                }
+                i += 1;
+            }
+            let mut i = 0;
+            while i < SIDE_BY_SIDE {
+                if pair(i) < start || (pair(i) >= end && pair(i) < dims.pairs) {
+                    shared::add_u32(others_at(pair(i) >= end, found[i], dims), 1);
+                }
+                i += 1;
+            }
+            first += SIDE_BY_SIDE as u32 * THREADS;
         }
         thread::sync_threads();
     }
@@ -215,18 +264,27 @@ unsafe fn scatter(keys: Keys, order: *mut u32, positions: *mut u32, dims: &MoePe
 /// All of it.
 ///
 /// # Safety
-/// - One block of [`THREADS`]; tensors *in-bounds* for `dims` — checked in `MoePermute::run`.
+/// - A block of [`THREADS`] per chunk; tensors *in-bounds* for `dims` — checked in `MoePermute::run`.
 #[inline(always)]
 unsafe fn block(keys: Keys, offsets: *mut u32, order: *mut u32, positions: *mut u32, dims: &MoePermuteDims) {
-    // SAFETY: each bin is one thread's, and read by others only after the barrier.
+    let has_others = dims.pairs > dims.block_pairs;
+    // SAFETY: each bin is one thread's, and read by others only after the barrier. Offsets are the first block's.
     unsafe {
         count(keys, dims);
+        if has_others {
+            count_others(keys, dims);
+        }
+        let others = |is_behind: bool, bin: u32| {
+            if has_others { shared::load_u32(others_at(is_behind, bin, dims)) } else { 0 }
+        };
         scan_bins(
             dims,
-            |bin| sum_of_warps(bin, dims),
+            |bin| others(false, bin) + sum_of_warps(bin, dims) + others(true, bin),
             |bin, place| {
-                global::store(offsets.add(bin as usize), place);
-                give_places(bin, place, dims);
+                if thread::block_idx_x() == 0 {
+                    global::store(offsets.add(bin as usize), place);
+                }
+                give_places(bin, place + others(false, bin), dims);
             },
         );
         thread::sync_threads();

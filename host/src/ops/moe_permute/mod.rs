@@ -7,7 +7,7 @@ mod select;
 
 use abi::DType;
 use abi::ops::moe_permute::{
-    CHUNK_PAIRS, MAX_BINS, MoePermuteDims, MoePermuteStage, THREADS, bins, smem_bytes, warps,
+    CHUNK_PAIRS, COUNTED_PAIRS, MAX_BINS, MoePermuteDims, MoePermuteStage, THREADS, bins, smem_bytes, warps,
 };
 
 use crate::device::{Device, DeviceLimits};
@@ -110,10 +110,10 @@ planned!(
 #[derive(Debug)]
 pub(crate) struct Kernels {
     block: Entry,
-    /// For more pairs than one block is to sort.
+    /// For more pairs than each block is to count.
     chunks: Option<Chunks>,
-    /// Most pairs of the single block.
-    block_pairs: u32,
+    /// Most pairs of the single kernel.
+    most_counted: u32,
 }
 
 /// The kernels for many pairs.
@@ -187,12 +187,12 @@ impl Operator for MoePermute {
             Ok::<_, Error>(Chunks { count, scan, scatter, counts })
         };
         let chunks = (choice.variant != MoePermutePath::Block).then(chunks).transpose()?;
-        let block_pairs = match choice.variant {
+        let most_counted = match choice.variant {
             MoePermutePath::Block => u32::MAX,
             MoePermutePath::Chunks => 0,
-            MoePermutePath::ByPairs => CHUNK_PAIRS,
+            MoePermutePath::ByPairs => COUNTED_PAIRS,
         };
-        Ok(Kernels { block: load(MoePermuteStage::Block)?, chunks, block_pairs })
+        Ok(Kernels { block: load(MoePermuteStage::Block)?, chunks, most_counted })
     }
 
     fn check(
@@ -221,7 +221,7 @@ impl Operator for MoePermute {
             first_expert: first_expert as u32,
             kinds: problem.kinds.unwrap_or(1) as u32,
             top_k: top_k as u32,
-            block_pairs: pairs,
+            block_pairs: pairs.min(CHUNK_PAIRS),
             warps: warps(problem.groups() as u32),
         })
     }
@@ -230,7 +230,7 @@ impl Operator for MoePermute {
         cpu::run(problem, args);
     }
 
-    fn launch(run: &Run<'_, Self>, mut dims: MoePermuteDims, args: &MoePermuteArgs<'_>) -> Result<(), Error> {
+    fn launch(run: &Run<'_, Self>, dims: MoePermuteDims, args: &MoePermuteArgs<'_>) -> Result<(), Error> {
         let MoePermuteArgs { ids, kinds, offsets, order, positions } = args;
         let launch = |entry: &Entry, grid: u32, counts: Param<'_>, dims: &MoePermuteDims| {
             let kinds = kinds.map_or(Param::Address(0), Param::from);
@@ -240,19 +240,19 @@ impl Operator for MoePermute {
             // chunk, and shared memory for the histograms; the counts are a word for each planned chunk and bin.
             unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
         };
-        let Kernels { block, chunks, block_pairs } = run.kernels;
+        let Kernels { block, chunks, most_counted } = run.kernels;
+        // At least one, which leaves the offsets.
+        let grid = dims.pairs.div_ceil(CHUNK_PAIRS).max(1);
         match chunks {
-            Some(chunks) if dims.pairs > *block_pairs => {
-                dims.block_pairs = CHUNK_PAIRS;
+            Some(chunks) if dims.pairs > *most_counted => {
                 let [counts] = &chunks.counts.tensors;
                 let counts = || counts.view().into();
-                let grid = dims.pairs.div_ceil(CHUNK_PAIRS);
                 let _alone = chunks.counts.enter(run.stream)?;
                 launch(&chunks.count, grid, counts(), &dims)?;
                 launch(&chunks.scan, 1, counts(), &dims)?;
                 launch(&chunks.scatter, grid, counts(), &dims)
             }
-            _ => launch(block, 1, Param::Address(0), &dims),
+            _ => launch(block, grid, Param::Address(0), &dims),
         }
     }
 

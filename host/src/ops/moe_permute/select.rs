@@ -1,6 +1,6 @@
 //! Which kernels a sort takes.
 
-use abi::ops::moe_permute::{CHUNK_PAIRS, MoePermuteStage, MoePermuteVariant, THREADS, VARIANTS};
+use abi::ops::moe_permute::{COUNTED_PAIRS, MoePermuteStage, MoePermuteVariant, THREADS, VARIANTS};
 
 use super::{MoePermuteProblem, OP};
 use crate::device::DeviceLimits;
@@ -10,21 +10,21 @@ use crate::plan::Choice;
 /// How pairs are sorted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MoePermutePath {
-    /// By one block.
+    /// By one kernel, of which each block counts all pairs.
     Block,
     /// In chunks, a block each, that are counted first.
     Chunks,
-    /// By one block if a run has few, else in chunks.
+    /// By one kernel if a run has not too many, else in chunks.
     ByPairs,
 }
 
-/// One block for as many pairs as a chunk has: three launches would take longer.
+/// One kernel up to [`COUNTED_PAIRS`].
 pub fn select(_limits: &DeviceLimits, problem: &MoePermuteProblem) -> Result<Choice<MoePermutePath>, Error> {
     let pairs = problem.tokens.saturating_mul(problem.top_k);
-    Ok(if pairs <= CHUNK_PAIRS as usize {
-        Choice::new(MoePermutePath::Block, THREADS, "few pairs")
+    Ok(if pairs <= COUNTED_PAIRS as usize {
+        Choice::new(MoePermutePath::Block, THREADS, "not too many pairs for each block to count")
     } else {
-        let why = format!("more than {CHUNK_PAIRS} pairs: counted and scanned before");
+        let why = format!("more than {COUNTED_PAIRS} pairs: counted and scanned before");
         Choice::new(MoePermutePath::ByPairs, THREADS, why)
     })
 }
@@ -46,8 +46,8 @@ mod tests {
         let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (0, MoePermutePath::Block),
-            (512, MoePermutePath::Block),
-            (513, MoePermutePath::ByPairs),
+            (8192, MoePermutePath::Block),
+            (8193, MoePermutePath::ByPairs),
             (81_920, MoePermutePath::ByPairs),
         ];
         for (tokens, path) in table {
