@@ -22,7 +22,7 @@ pub struct GatedDeltaDims {
     pub dim_v: u32,
     /// Slices of [`SLICE`] columns that a value head has.
     pub slices: u32,
-    /// The sum of [`ROWS_IN_PIECES`] and [`STATE_IN_PIECES`], where they hold.
+    /// The sum of [`ROWS_IN_PIECES`], [`STATE_IN_PIECES`] and [`VALUES_IN_PIECES`], where they hold.
     pub access: u32,
     /// First place of this pass, for the chunked form: see [`CHUNK`].
     pub first_place: u32,
@@ -61,6 +61,8 @@ impl crate::Params for GatedDeltaDims {}
 pub const ROWS_IN_PIECES: u32 = 1;
 /// In [`GatedDeltaDims::access`]: rows of the state can be read and written in pieces of 16 bytes.
 pub const STATE_IN_PIECES: u32 = 2;
+/// In [`GatedDeltaDims::access`]: so can rows of v, and out written.
+pub const VALUES_IN_PIECES: u32 = 4;
 
 /// The most elements of a key head.
 pub const MAX_DIM_K: u32 = 128;

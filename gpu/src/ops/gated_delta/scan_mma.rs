@@ -19,14 +19,16 @@
 //! - A product with X or P ends at the diagonal's block of 16 by 16, where zeros stand above it. 0 · NaN would lead
 //!   back to earlier tokens, so where R or Ṽ has something that is not finite, that product is made number by number.
 
-use abi::ops::gated_delta::{CHUNK, FRAGMENT, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, SLICE};
+use abi::ops::gated_delta::{
+    CHUNK, FRAGMENT, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, SLICE, VALUES_IN_PIECES,
+};
 use cuda_std::{global, shared, thread, warp};
 
 use super::chunk_mma::{
     Elements, MATRIX_P, OF_CHANGES, OF_KEYS, OF_QUERIES, SINCE_START, lower_fragment, parts_of,
 };
 use super::fragments::{
-    BLOCK_BYTES, Lane, PARTS, Parts, add_elements, add_numbers, half, load_fragment, load_number,
+    BLOCK_BYTES, Lane, PARTS, Parts, add_elements, add_numbers, half, halves, load_fragment, load_number,
 };
 use crate::tile::sequences::Sequence;
 
@@ -178,10 +180,10 @@ impl Own {
         16 * self.tile + 2 * self.group + second as u32
     }
 
-    /// The column of the lane's first or second sum of a row.
+    /// The column of the lane's first of two sums of a row.
     #[inline(always)]
-    fn col(self, n: usize, second: usize) -> u32 {
-        8 * (self.first_block + n as u32) + 2 * self.member + second as u32
+    fn col(self, n: usize) -> u32 {
+        8 * (self.first_block + n as u32) + 2 * self.member
     }
 
     /// The lane's first or second row of the state, and a column of all of them.
@@ -190,6 +192,47 @@ impl Own {
         let warp = thread::warp_idx();
         let pair = 4 * (self.group / 2) + 2 * (warp % 2) + self.group % 2;
         (32 * (warp / 2) + 2 * pair + i as u32 / 2, 8 * n as u32 + 2 * self.member + i as u32 % 2)
+    }
+}
+
+/// The first `count` of two neighbours of a row of v, and zeros.
+///
+/// # Safety
+/// - As many *in-bounds*, and aligned as `dims.access` says.
+#[inline(always)]
+unsafe fn load_pair<T: Parts>(from: *const T, count: u32, dims: &GatedDeltaDims) -> [f32; 2] {
+    // SAFETY: the caller's promise; where rows are in whole pieces of 16 bytes, `count` is 0 or 2.
+    unsafe {
+        if dims.access & VALUES_IN_PIECES != 0 {
+            return if count == 0 { [0.0; 2] } else { halves::<T>(global::load(from.cast::<u32>())) };
+        }
+        let first = if count > 0 { global::load(from).to_f32() } else { 0.0 };
+        let second = if count > 1 { global::load(from.wrapping_add(1)).to_f32() } else { 0.0 };
+        [first, second]
+    }
+}
+
+/// Stores the first `count` of two neighbours of a row of out.
+///
+/// # Safety
+/// - As for [`load_pair`]; *exclusive*: they are the lane's.
+#[inline(always)]
+unsafe fn store_pair<T: Parts>(to: *mut T, [first, second]: [f32; 2], count: u32, dims: &GatedDeltaDims) {
+    // SAFETY: the caller's promise; where rows are in whole pieces of 16 bytes, `count` is 0 or 2.
+    unsafe {
+        if dims.access & VALUES_IN_PIECES != 0 {
+            if count > 0 {
+                let [word, ..] = T::pack(&[first, second, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+                global::store(to.cast::<u32>(), word);
+            }
+            return;
+        }
+        if count > 0 {
+            global::store(to, T::from_f32(first));
+        }
+        if count > 1 {
+            global::store(to.wrapping_add(1), T::from_f32(second));
+        }
     }
 }
 
@@ -338,15 +381,18 @@ pub unsafe fn slice<T: Parts>(
             let (of_keys, of_queries, of_changes) =
                 (of_both(OF_KEYS), of_both(OF_QUERIES), of_both(OF_CHANGES));
             let whole = column(SINCE_START, CHUNK - 1);
+            // Of a row and two neighbouring columns: where they are, and how many there are.
+            let pair = |n: usize, half: usize, stride: u32| {
+                let (row, col) = (own.token(half), in_slice(own.col(n)));
+                let count = if row < len { dims.dim_v.saturating_sub(col).min(2) } else { 0 };
+                ((start + row as usize) * stride as usize + col as usize, count)
+            };
             let mut values = [[0.0f32; 4]; 2];
             let mut i = 0;
-            while i < 8 {
-                let (n, j) = (i / 4, i % 4);
-                let (row, col) = (own.token(j / 2), in_slice(own.col(n, j % 2)));
-                if row < len && col < dims.dim_v {
-                    let at = (start + row as usize) * dims.v_token_stride as usize + col as usize;
-                    values[n][j] = global::load(v.add(at)).to_f32();
-                }
+            while i < 4 {
+                let (at, count) = pair(i / 2, i % 2, dims.v_token_stride);
+                let [low, high] = load_pair(v.wrapping_add(at), count, dims);
+                (values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]) = (low, high);
                 i += 1;
             }
             let lower = load_lower(of_value, own.tile);
@@ -436,13 +482,10 @@ pub unsafe fn slice<T: Parts>(
                 add_lower(&mut outs, &lower, base + VALUES, own, lane);
             }
             let mut i = 0;
-            while i < 8 {
-                let (n, j) = (i / 4, i % 4);
-                let (row, col) = (own.token(j / 2), in_slice(own.col(n, j % 2)));
-                if row < len && col < dims.dim_v {
-                    let at = (start + row as usize) * dims.out_token_stride as usize + col as usize;
-                    global::store(out.add(at), T::from_f32(outs[n][j]));
-                }
+            while i < 4 {
+                let (at, count) = pair(i / 2, i % 2, dims.out_token_stride);
+                let values = [outs[i / 2][i % 2 * 2], outs[i / 2][i % 2 * 2 + 1]];
+                store_pair(out.wrapping_add(at), values, count, dims);
                 i += 1;
             }
 

@@ -8,7 +8,7 @@ mod select;
 use abi::DType;
 use abi::ops::gated_delta::{
     CHUNK, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, PLACE_ELEMENTS, ROWS_IN_PIECES, SLICE, STATE_IN_PIECES,
-    VALUE_WORDS, key_words, parts,
+    VALUE_WORDS, VALUES_IN_PIECES, key_words, parts,
 };
 
 use crate::device::{Device, DeviceLimits};
@@ -315,7 +315,9 @@ impl Operator for GatedDelta {
             dim_k: dim_k as u32,
             dim_v: dim_v as u32,
             slices: (dim_v as u32).div_ceil(SLICE),
-            access: flag(rows_in_pieces, ROWS_IN_PIECES) | flag(state.is_aligned_16(), STATE_IN_PIECES),
+            access: flag(rows_in_pieces, ROWS_IN_PIECES)
+                | flag(state.is_aligned_16(), STATE_IN_PIECES)
+                | flag(v.is_aligned_16() && out.is_aligned_16(), VALUES_IN_PIECES),
             first_place: 0,
             num_places: 0,
             q_token_stride,
