@@ -125,13 +125,15 @@ impl GatedDeltaTile {
     ///
     /// Chunk: the matrix A, the inverse or before that slices of q and k, five columns. Scan: the slice of the state,
     /// the chunk's values, a tile of 64 by 64. ScanMma: the slice of the state and three matrices of the chunk's
-    /// values, each in three parts of 16 bits, two marks of each warp.
+    /// values, each in three parts of 16 bits, the fragments of both triangles, two marks of each warp.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             GatedDeltaTile::Recurrent => 0,
             GatedDeltaTile::Chunk | GatedDeltaTile::ChunkMma => (2 * CHUNK * CHUNK + 5 * CHUNK) * 4,
             GatedDeltaTile::Scan => (MAX_DIM_K * SLICE + CHUNK * SLICE + CHUNK * CHUNK) * 4,
-            GatedDeltaTile::ScanMma => (MAX_DIM_K + 3 * CHUNK) * SLICE * 6 + 64,
+            GatedDeltaTile::ScanMma => {
+                (MAX_DIM_K + 3 * CHUNK) * SLICE * 6 + (VALUE_WORDS - 4 * CHUNK) * 4 + 64
+            }
         }
     }
 }

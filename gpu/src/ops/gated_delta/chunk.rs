@@ -346,14 +346,23 @@ pub(super) unsafe fn invert(base: u32) {
             let mut sums = [0.0f32; 4];
             let mut s = 0;
             while s < first {
-                let above = shared::load_f32(x(s, col));
+                let mut above = [0.0; 4];
+                let mut j = 0;
+                while j < 4 {
+                    above[j] = shared::load_f32(x(s + j as u32, col));
+                    j += 1;
+                }
                 let mut i = 0;
                 while i < 4 {
-                    let factor = shared::load_f32(a(first + group * 4 + i as u32, s));
-                    sums[i] = math::fma(-factor, above, sums[i]);
+                    let factors = shared::load_f32x4(a(first + group * 4 + i as u32, s));
+                    let mut j = 0;
+                    while j < 4 {
+                        sums[i] = math::fma(-factors[j], above[j], sums[i]);
+                        j += 1;
+                    }
                     i += 1;
                 }
-                s += 1;
+                s += 4;
             }
             let mut i = 0;
             while i < 4 {
@@ -375,8 +384,13 @@ pub(super) unsafe fn invert(base: u32) {
                     }
                     let mut s = 0;
                     while s < i {
-                        value = math::fma(-shared::load_f32(a(row, first + s as u32)), solved[s], value);
-                        s += 1;
+                        let factors = shared::load_f32x4(a(row, first + s as u32));
+                        let mut j = 0;
+                        while j < 4 && s + j < i {
+                            value = math::fma(-factors[j], solved[s + j], value);
+                            j += 1;
+                        }
+                        s += 4;
                     }
                     solved[i] = value;
                     shared::store_f32(x(row, col), value);

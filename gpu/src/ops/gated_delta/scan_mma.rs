@@ -10,11 +10,11 @@
 //!           warp w: 16 rows of the state    S ← e^γ_63 · S + Kᵀ W, of which the sums stay in registers
 //!
 //! shared    | S | R | Ṽ | W | as second operands, blocks of 16 rows and 8 columns, each in three parts
-//!           | marks of the warps: of R, of Ṽ |
+//!           | X | P | as first operands | marks of the warps: of R, of Ṽ |
 //! ```
 //!
 //! - First operands come from the workspace as they are, a lane's by one load; those of the next chunk's phase 1
-//!   while the state is brought up to date.
+//!   while the state is brought up to date. X and P come by `cp.async` as soon as their readers are done with the last.
 //! - Rows of k and q have a size near 1, and the factors the rest of it.
 //! - A product with X or P ends at the diagonal's block of 16 by 16, where zeros stand above it. 0 · NaN would lead
 //!   back to earlier tokens, so where R or Ṽ has something that is not finite, that product is made number by number.
@@ -22,10 +22,10 @@
 use abi::ops::gated_delta::{
     CHUNK, FRAGMENT, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, SLICE, VALUES_IN_PIECES,
 };
-use cuda_std::{global, shared, thread, warp};
+use cuda_std::{cp_async, global, shared, thread, warp};
 
 use super::chunk_mma::{
-    Elements, MATRIX_P, OF_CHANGES, OF_KEYS, OF_QUERIES, SINCE_START, lower_fragment, parts_of,
+    Elements, MATRIX_P as P_AT, OF_CHANGES, OF_KEYS, OF_QUERIES, SINCE_START, lower_fragment, parts_of,
 };
 use super::fragments::{
     BLOCK_BYTES, Lane, PARTS, Parts, add_elements, add_numbers, half, halves, load_fragment, load_number,
@@ -42,11 +42,16 @@ const STATE: u32 = 0;
 const REST: u32 = STATE_BLOCKS as u32 * ROW_BYTES;
 const VALUES: u32 = REST + BLOCKS as u32 * ROW_BYTES;
 const WEIGHED: u32 = VALUES + BLOCKS as u32 * ROW_BYTES;
-const MARKS: u32 = WEIGHED + BLOCKS as u32 * ROW_BYTES;
+const MATRIX_X: u32 = WEIGHED + BLOCKS as u32 * ROW_BYTES;
+const MATRIX_P: u32 = MATRIX_X + LOWER_BYTES;
+const MARKS: u32 = MATRIX_P + LOWER_BYTES;
 const _: () = assert!(MARKS + 64 == GatedDeltaTile::ScanMma.smem_bytes());
 
 /// Bytes of a matrix's 16 rows.
 const ROW_BYTES: u32 = SLICE / 8 * BLOCK_BYTES;
+
+/// Bytes of the fragments of X or P.
+const LOWER_BYTES: u32 = 4 * P_AT;
 
 /// Where a block of 16 rows and 8 columns of a matrix is.
 #[inline(always)]
@@ -56,6 +61,25 @@ const fn block_at(matrix: u32, row: u32, col: u32) -> u32 {
 
 /// Several parts of a fragment, or several fragments.
 type Fragment<const N: usize> = [[u32; 4]; N];
+
+/// A part of a fragment of elements; zeros where it `is_there` not, as the second of a type that has one.
+///
+/// # Safety
+/// - As for [`load_fragment`].
+#[inline(always)]
+unsafe fn load_part<T: Parts>(
+    from: *const f32,
+    matrix: Elements,
+    [row, col]: [u32; 2],
+    part: usize,
+    is_there: bool,
+) -> [u32; 4] {
+    if part >= T::PARTS || !is_there {
+        return [0; 4];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { load_fragment(from, matrix.fragment::<T>(row, col, part)) }
+}
 
 /// The first parts of a row of fragments of k or q.
 ///
@@ -71,32 +95,12 @@ unsafe fn load_row<T: Parts>(
     let mut fragments = [[0; 4]; STATE_BLOCKS];
     let mut block = 0;
     while block < STATE_BLOCKS {
-        if has_rows(block as u32, dims) {
-            // SAFETY: the caller's promise.
-            fragments[block] = unsafe { load_fragment(from, matrix.fragment::<T>(row, block as u32, 0)) };
-        }
+        let at = [row, block as u32];
+        // SAFETY: the caller's promise.
+        fragments[block] = unsafe { load_part::<T>(from, matrix, at, 0, has_rows(block as u32, dims)) };
         block += 1;
     }
     fragments
-}
-
-/// A fragment of elements of which the first part is there.
-///
-/// # Safety
-/// - As for [`load_fragment`].
-#[inline(always)]
-unsafe fn with_rest<T: Parts>(
-    first: [u32; 4],
-    from: *const f32,
-    matrix: Elements,
-    [row, col]: [u32; 2],
-) -> Fragment<2> {
-    let mut parts = [first, [0; 4]];
-    if T::PARTS > 1 {
-        // SAFETY: the caller's promise.
-        parts[1] = unsafe { load_fragment(from, matrix.fragment::<T>(row, col, 1)) };
-    }
-    parts
 }
 
 /// Whether there are rows of the state in a block of 16: they go by 32.
@@ -105,27 +109,20 @@ fn has_rows(block: u32, dims: &GatedDeltaDims) -> bool {
     16 * (block & !1) < dims.dim_k
 }
 
-/// A row of fragments of X or P, up to the diagonal.
+/// Starts the copy of X or P to shared memory.
 ///
 /// # Safety
-/// - As for [`load_fragment`].
+/// - All 256 threads of the block; *in-bounds*: all fragments at `from`, left by an earlier kernel; *exclusive*: the
+///   place of the matrix until they have waited, and a barrier since.
 #[inline(always)]
-unsafe fn load_lower(from: *const f32, row: u32) -> [Fragment<PARTS>; BLOCKS] {
-    let mut fragments = [[[0; 4]; PARTS]; BLOCKS];
-    let mut block = 0;
-    while block < BLOCKS {
-        if block as u32 <= row {
-            let mut part = 0;
-            while part < PARTS {
-                // SAFETY: the caller's promise.
-                fragments[block][part] =
-                    unsafe { load_fragment(from, lower_fragment(row, block as u32, part)) };
-                part += 1;
-            }
-        }
-        block += 1;
+unsafe fn copy_lower(matrix: u32, from: *const f32) {
+    let mut piece = thread::opaque(thread::thread_idx_x());
+    while piece < LOWER_BYTES / 16 {
+        // SAFETY: the caller's promise.
+        unsafe { cp_async::cg_16(matrix + 16 * piece, from.wrapping_add(4 * piece as usize)) };
+        piece += 256;
     }
-    fragments
+    cp_async::commit_group();
 }
 
 /// Marks the warp's numbers: whether all are finite.
@@ -236,28 +233,28 @@ unsafe fn store_pair<T: Parts>(to: *mut T, [first, second]: [f32; 2], count: u32
     }
 }
 
-/// The product of a lower triangle's fragments and a matrix in shared memory, added to two blocks of sums.
+/// The product of a lower triangle's fragments and a matrix, both in shared memory, added to two blocks of sums.
 ///
 /// # Safety
-/// - *converged*: the whole warp; *initialised*: the matrix, and a barrier since.
+/// - *converged*: the whole warp; *initialised*: both, and a barrier since.
 #[inline(always)]
-unsafe fn add_lower(
-    sums: &mut [[f32; 4]; 2],
-    fragments: &[Fragment<PARTS>; BLOCKS],
-    matrix: u32,
-    own: Own,
-    lane: Lane,
-) {
+unsafe fn add_lower(sums: &mut [[f32; 4]; 2], lower: u32, matrix: u32, own: Own, lane: Lane) {
     let mut small = [[0.0; 4]; 2];
     let mut block = 0;
     while block < BLOCKS {
         if block as u32 <= own.tile {
+            let part = |part: usize| {
+                let at = lower_fragment(own.tile, block as u32, part) as u32 * (4 * FRAGMENT);
+                // SAFETY: the caller's promise.
+                unsafe { shared::load_u32x4(lower + at + 16 * thread::lane()) }
+            };
+            let a = [part(0), part(1), part(2)];
             let mut n = 0;
             while n < 2 {
                 // SAFETY: the caller's promise.
                 [small[n], sums[n]] = unsafe {
                     let b = lane.load(block_at(matrix, block as u32, own.first_block + n as u32));
-                    add_numbers([small[n], sums[n]], &fragments[block], &b)
+                    add_numbers([small[n], sums[n]], &a, &b)
                 };
                 n += 1;
             }
@@ -271,12 +268,12 @@ unsafe fn add_lower(
     }
 }
 
-/// The same number by number, from the fragments in the workspace.
+/// The same number by number.
 ///
 /// # Safety
-/// - As for [`add_lower`]; the fragments *in-bounds*.
+/// - As for [`add_lower`].
 #[inline(always)]
-unsafe fn add_lower_singly(sums: &mut [[f32; 4]; 2], fragments: *const f32, matrix: u32, own: Own) {
+unsafe fn add_lower_singly(sums: &mut [[f32; 4]; 2], lower: u32, matrix: u32, own: Own) {
     let mut s = thread::opaque(0);
     while s <= own.token(1) {
         let (block, pair, second) = (s / 16, s % 16 / 2, s % 2);
@@ -290,10 +287,9 @@ unsafe fn add_lower_singly(sums: &mut [[f32; 4]; 2], fragments: *const f32, matr
                 let mut part = PARTS;
                 while part > 0 {
                     part -= 1;
-                    let at = lower_fragment(own.tile, block, part) * FRAGMENT as usize + word as usize;
+                    let at = 4 * (lower_fragment(own.tile, block, part) as u32 * FRAGMENT + word);
                     // SAFETY: s up to the token — the caller.
-                    let bits = unsafe { global::load(fragments.wrapping_add(at)) }.to_bits();
-                    factor += half(bits, second);
+                    factor += half(unsafe { shared::load_u32(lower + at) }, second);
                 }
                 let (first_col, col) = (own.first_block + n as u32, 2 * own.member + j as u32 % 2);
                 // SAFETY: as above.
@@ -367,13 +363,15 @@ pub unsafe fn slice<T: Parts>(
             lane.store(base + block_at(STATE, warp, n as u32), sums_state[n]);
             n += 1;
         }
-        let [of_key, _] = parts_of(place);
+        let [of_key, of_value] = parts_of(place);
+        copy_lower(base + MATRIX_X, of_value);
         let mut keys = load_row::<T>(of_key, Elements::Keys, own.tile, dims);
         let mut queries = load_row::<T>(of_key, Elements::Queries, own.tile, dims);
         thread::sync_threads();
 
         while place < end_place {
             let [of_key, of_value] = parts_of(place);
+            copy_lower(base + MATRIX_P, of_value.wrapping_add(P_AT as usize));
             let first = (place - first_place) * CHUNK;
             let (start, len) = ((sequence.start + first) as usize, (sequence.len - first).min(CHUNK));
             let column = |which: u32, row: u32| global::load(of_value.wrapping_add((which + row) as usize));
@@ -395,16 +393,17 @@ pub unsafe fn slice<T: Parts>(
                 (values[i / 2][i % 2 * 2], values[i / 2][i % 2 * 2 + 1]) = (low, high);
                 i += 1;
             }
-            let lower = load_lower(of_value, own.tile);
 
-            // K S and Q S.
+            // K S and Q S, of one part also of blocks without rows, which are zeros: a branch would keep loads of one
+            // block behind products of another. Two parts have no registers for that.
             let (mut keys_state, mut queries_state) = ([[0.0f32; 4]; 2], [[0.0f32; 4]; 2]);
             let mut block = 0;
             while block < STATE_BLOCKS {
-                if has_rows(block as u32, dims) {
-                    let at = [own.tile, block as u32];
-                    let own_keys = with_rest::<T>(keys[block], of_key, Elements::Keys, at);
-                    let own_queries = with_rest::<T>(queries[block], of_key, Elements::Queries, at);
+                if T::PARTS == 1 || has_rows(block as u32, dims) {
+                    let rest =
+                        |matrix: Elements| load_part::<T>(of_key, matrix, [own.tile, block as u32], 1, true);
+                    let own_keys = [keys[block], rest(Elements::Keys)];
+                    let own_queries = [queries[block], rest(Elements::Queries)];
                     let mut n = 0;
                     while n < 2 {
                         let at = block_at(STATE, block as u32, own.first_block + n as u32);
@@ -431,17 +430,17 @@ pub unsafe fn slice<T: Parts>(
                 n += 1;
             }
             mark(base + MARKS, is_finite);
+            // X is there; P may still come.
+            cp_async::wait_group::<1>();
             thread::sync_threads();
 
             // Ṽ and W
-            let matrix_p = of_value.wrapping_add(MATRIX_P as usize);
             let mut changes = [[0.0f32; 4]; 2];
             if is_marked(base + MARKS) {
-                add_lower_singly(&mut changes, of_value, base + REST, own);
+                add_lower_singly(&mut changes, base + MATRIX_X, base + REST, own);
             } else {
-                add_lower(&mut changes, &lower, base + REST, own, lane);
+                add_lower(&mut changes, base + MATRIX_X, base + REST, own, lane);
             }
-            let lower = load_lower(matrix_p, own.tile);
             let mut is_finite = true;
             let mut n = 0;
             while n < 2 {
@@ -458,15 +457,17 @@ pub unsafe fn slice<T: Parts>(
                 n += 1;
             }
             mark(base + MARKS + 32, is_finite);
+            let transposed_part = |block: usize, part: usize| {
+                let at = [warp, block as u32];
+                load_part::<T>(of_key, Elements::KeysTransposed, at, part, has_rows(warp, dims))
+            };
             let mut transposed = [[0; 4]; BLOCKS];
-            if has_rows(warp, dims) {
-                let mut block = 0;
-                while block < BLOCKS {
-                    let fragment = Elements::KeysTransposed.fragment::<T>(warp, block as u32, 0);
-                    transposed[block] = load_fragment(of_key, fragment);
-                    block += 1;
-                }
+            let mut block = 0;
+            while block < BLOCKS {
+                transposed[block] = transposed_part(block, 0);
+                block += 1;
             }
+            cp_async::wait_group::<0>();
             thread::sync_threads();
 
             // O
@@ -477,9 +478,9 @@ pub unsafe fn slice<T: Parts>(
                 i += 1;
             }
             if is_marked(base + MARKS + 32) {
-                add_lower_singly(&mut outs, matrix_p, base + VALUES, own);
+                add_lower_singly(&mut outs, base + MATRIX_P, base + VALUES, own);
             } else {
-                add_lower(&mut outs, &lower, base + VALUES, own, lane);
+                add_lower(&mut outs, base + MATRIX_P, base + VALUES, own, lane);
             }
             let mut i = 0;
             while i < 4 {
@@ -490,7 +491,8 @@ pub unsafe fn slice<T: Parts>(
             }
 
             if place + 1 < end_place {
-                let [of_key, _] = parts_of(place + 1);
+                let [of_key, of_value] = parts_of(place + 1);
+                copy_lower(base + MATRIX_X, of_value);
                 keys = load_row::<T>(of_key, Elements::Keys, own.tile, dims);
                 queries = load_row::<T>(of_key, Elements::Queries, own.tile, dims);
             }
@@ -503,8 +505,7 @@ pub unsafe fn slice<T: Parts>(
             if has_rows(warp, dims) {
                 let mut block = 0;
                 while block < BLOCKS {
-                    let at = [warp, block as u32];
-                    let own_keys = with_rest::<T>(transposed[block], of_key, Elements::KeysTransposed, at);
+                    let own_keys = [transposed[block], transposed_part(block, 1)];
                     let mut n = 0;
                     while n < BLOCKS {
                         let b = lane.load(base + block_at(WEIGHED, block as u32, n as u32));
