@@ -27,10 +27,10 @@ impl crate::Params for MoePermuteDims {}
 pub const MAX_BINS: u32 = 2048;
 /// Threads of every block.
 pub const THREADS: u32 = 1024;
-/// Pairs of a block where there are several.
+/// Pairs of a chunk where there are many.
 pub const CHUNK_PAIRS: u32 = 4096;
-/// Most pairs that every block counts: three launches would take longer.
-pub const COUNTED_PAIRS: u32 = 16 * CHUNK_PAIRS;
+/// Most pairs for a kernel of which each block counts all and places as many as it has threads.
+pub const COUNTED_PAIRS: u32 = 1 << 16;
 /// The position of a pair whose id is no expert's.
 pub const NO_POSITION: u32 = u32::MAX;
 

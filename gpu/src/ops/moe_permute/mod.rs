@@ -113,7 +113,7 @@ unsafe fn count(keys: Keys, dims: &MoePermuteDims) {
 }
 
 /// Pairs of a thread that are loaded side by side.
-const SIDE_BY_SIDE: usize = 4;
+const SIDE_BY_SIDE: usize = 8;
 
 /// The counts of each bin in all other chunks. One barrier before and one after.
 ///

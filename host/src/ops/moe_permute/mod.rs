@@ -221,7 +221,7 @@ impl Operator for MoePermute {
             first_expert: first_expert as u32,
             kinds: problem.kinds.unwrap_or(1) as u32,
             top_k: top_k as u32,
-            block_pairs: pairs.min(CHUNK_PAIRS),
+            block_pairs: pairs.min(THREADS),
             warps: warps(problem.groups() as u32),
         })
     }
@@ -230,7 +230,7 @@ impl Operator for MoePermute {
         cpu::run(problem, args);
     }
 
-    fn launch(run: &Run<'_, Self>, dims: MoePermuteDims, args: &MoePermuteArgs<'_>) -> Result<(), Error> {
+    fn launch(run: &Run<'_, Self>, mut dims: MoePermuteDims, args: &MoePermuteArgs<'_>) -> Result<(), Error> {
         let MoePermuteArgs { ids, kinds, offsets, order, positions } = args;
         let launch = |entry: &Entry, grid: u32, counts: Param<'_>, dims: &MoePermuteDims| {
             let kinds = kinds.map_or(Param::Address(0), Param::from);
@@ -241,10 +241,10 @@ impl Operator for MoePermute {
             unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
         };
         let Kernels { block, chunks, most_counted } = run.kernels;
-        // At least one, which leaves the offsets.
-        let grid = dims.pairs.div_ceil(CHUNK_PAIRS).max(1);
         match chunks {
             Some(chunks) if dims.pairs > *most_counted => {
+                dims.block_pairs = CHUNK_PAIRS;
+                let grid = dims.pairs.div_ceil(CHUNK_PAIRS);
                 let [counts] = &chunks.counts.tensors;
                 let counts = || counts.view().into();
                 let _alone = chunks.counts.enter(run.stream)?;
@@ -252,7 +252,8 @@ impl Operator for MoePermute {
                 launch(&chunks.scan, 1, counts(), &dims)?;
                 launch(&chunks.scatter, grid, counts(), &dims)
             }
-            _ => launch(block, grid, Param::Address(0), &dims),
+            // At least one block, which leaves the offsets.
+            _ => launch(block, dims.pairs.div_ceil(THREADS).max(1), Param::Address(0), &dims),
         }
     }
 
