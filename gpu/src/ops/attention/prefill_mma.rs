@@ -90,10 +90,12 @@ pub(super) unsafe fn tile<
     unsafe {
         let rows = 64 * PARTS as u32;
         let new_tile = |number: u32| {
+            // Opaque where registers are fewest, or whether there are several would be kept in one.
+            let sequences = if MASKED { thread::opaque(dims.sequences) } else { dims.sequences };
             if PARTS == 2 {
-                Tile::new::<KEYS, 128, SPLIT>(number, tables, dims)
+                Tile::new::<KEYS, 128, SPLIT>(number, sequences, tables, dims)
             } else {
-                Tile::new::<KEYS, 64, SPLIT>(number, tables, dims)
+                Tile::new::<KEYS, 64, SPLIT>(number, sequences, tables, dims)
             }
         };
         let tile = new_tile(thread::block_idx_x());

@@ -25,11 +25,14 @@ pub(super) struct Tile {
 }
 
 impl Tile {
+    /// The tile of this number, of the sequences that `dims` has.
+    ///
     /// # Safety
     /// - As for [`Sequence::new`].
     #[inline(always)]
     pub(super) unsafe fn new<const KEYS: u32, const ROWS: u32, const SPLIT: bool>(
         number: u32,
+        sequences: u32,
         tables: Tables,
         dims: &AttentionDims,
     ) -> Self {
@@ -52,9 +55,7 @@ impl Tile {
         let own = unsafe {
             if !tables.q_offsets.is_null() {
                 // Beyond the queries of any sequence there is an empty place.
-                // Opaque, or whether there are several would be kept in a register.
-                let sequences = dims.sequences.max(1);
-                let piece = piece_at(tables.q_offsets, sequences, dims.tokens_q, place, ROWS);
+                let piece = piece_at(tables.q_offsets, sequences.max(1), dims.tokens_q, place, ROWS);
                 (batch, first_query) =
                     piece.map_or((0, dims.seq_q), |(sequence, first)| (sequence.index, first));
             }

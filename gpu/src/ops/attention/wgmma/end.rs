@@ -130,7 +130,8 @@ pub(super) unsafe fn finish<
         put::<ROWS, WORDS>(words, boxes, member);
         if is_marked {
             barrier::sync(OWN + consumer, 128);
-            let tile = Tile::new::<KEYS, ROWS, SPLIT>(TileWords::number(places, round), tables, dims);
+            let number = TileWords::number(places, round);
+            let tile = Tile::new::<KEYS, ROWS, SPLIT>(number, dims.sequences, tables, dims);
             let pages = Pages::new(tables, dims, tile.batch);
             let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), masks, dims);
             spoil::<T, KEYS, ROWS, MASKED, SPLIT>(&walk, masks, boxes, consumer, member, v, pages, dims);

@@ -38,7 +38,7 @@ pub(super) unsafe fn load<
     unsafe {
         while let Some(number) = tiles.next(counter, dims) {
             let walk = Walk::new::<ROWS>(
-                Tile::new::<KEYS, ROWS, SPLIT>(number, tables, dims),
+                Tile::new::<KEYS, ROWS, SPLIT>(number, dims.sequences, tables, dims),
                 wgmma_knows_blocks(ROWS / 64, DIM_V),
                 masks,
                 dims,
