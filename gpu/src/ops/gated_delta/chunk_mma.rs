@@ -12,7 +12,8 @@
 //! of that have nothing to do with layouts:
 //!
 //! ```text
-//! place   | K | Q | Kᵀ | of each key head … | X | P | e^γ_t / |k_t| | e^γ_t scale / |q_t| | e^(γ_63 − γ_t) / |k_t| | e^γ_t | of each value head …
+//! place   | K | Q | Kᵀ | of each key head …
+//!         | X | P | e^γ_t / |k_t| | e^γ_t scale / |q_t| | e^(γ_63 − γ_t) / |k_t| | e^γ_t | of each value head …
 //! ```
 //!
 //! Rows of k and q are multiplied by the power of two of 1 / |k_t| and scale / |q_t|, which is exact: neither their sums
