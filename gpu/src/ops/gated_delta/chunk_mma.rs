@@ -16,8 +16,8 @@
 //!         | X | P | e^γ_t / |k_t| | e^γ_t scale / |q_t| | e^(γ_63 − γ_t) / |k_t| | e^γ_t | of each value head …
 //! ```
 //!
-//! Rows of k and q are multiplied by the power of two of 1 / |k_t| and scale / |q_t|, which is exact: neither their sums
-//! nor what `scan_mma` weighs by them leave the range of f32. The columns have the rest, from 1 to 2.
+//! Rows of k and q are multiplied by the power of two of 1 / |k_t| and scale / |q_t|, which is exact: neither their
+//! sums nor what `scan_mma` weighs by them leave the range of f32. The columns have the rest, from 1 to 2.
 //!
 //! Between tokens of two blocks of 16 a decay is that to the first of the later block, and from there. All else is as in
 //! `chunk`.
