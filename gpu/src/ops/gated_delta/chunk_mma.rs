@@ -19,8 +19,8 @@
 //! Rows of k and q are multiplied by the power of two of 1 / |k_t| and scale / |q_t|, which is exact: neither their
 //! sums nor what `scan_mma` weighs by them leave the range of f32. The columns have the rest, from 1 to 2.
 //!
-//! Between tokens of two blocks of 16 a decay is that to the first of the later block, and from there. All else is as in
-//! `chunk`.
+//! Between tokens of two blocks of 16 a decay is that to the first of the later block, and from there. All else is as
+//! in `chunk`.
 
 use abi::ops::gated_delta::{CHUNK, FRAGMENT, GatedDeltaDims, MAX_DIM_K, VALUE_WORDS, key_words};
 use cuda_std::{global, math, shared, thread, warp};

@@ -12,8 +12,8 @@
 //! ids         | 3 0 3 7 …     | 0 0 5 …       | …        warp 0           1  0  0
 //!                                                        warp 1           2  0  0
 //! 1. each warp counts its pairs
-//! 2. a thread per bin: where the bin begins (a scan over the bins, or the work of `Scan`) and how many are in it before
-//!    the chunk, then running sums down the warps: each warp's count becomes the place of its first pair
+//! 2. a thread per bin: where the bin begins (a scan over the bins, or the work of `Scan`) and how many are in it
+//!    before the chunk, then running sums down the warps: each warp's count becomes the place of its first pair
 //! 3. each warp goes through its pairs in order, 32 at a time: the lanes with the same id find one another by a ballot
 //!    for each bit of the id, and take places in the order of lanes
 //! ```
