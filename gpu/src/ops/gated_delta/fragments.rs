@@ -1,10 +1,13 @@
 //! Matrices as tensor cores take them: numbers as sums of bf16, whose products are exact, in the order of lanes.
 //!
 //! ```text
-//! f32, 24 bits  = 8 + 8 + 8     three parts, the upper halves of words
-//! f16, 11 bits  = 8 + 3         two
-//! bf16                          one
+//! f32 number    = b₀ + 2⁻⁸ b₁ + 2⁻¹⁶ b₂     8 bits each, cut off
+//! f16 element   = b₀ + b₁                    8 and 3
+//! bf16 element  = b₀
 //! ```
+//!
+//! The powers of two make that exact for every f32: without them the parts of a number below 2⁻¹¹⁰ would be cut off at
+//! 2⁻¹³³, the least of bf16. Products of one power have sums of their own, from the smallest on (`next_power`).
 //!
 //! Which elements are multiplied at a time does not matter. So of 16 rows a lane of group g has the neighbours 2 g and
 //! 2 g + 1 where products have rows g and g + 8, and sums that a lane holds of them are a word of the next product's
@@ -79,16 +82,40 @@ pub(super) fn upper_halves(first: u32, second: u32) -> u32 {
     prmt(first, second, 0x7632)
 }
 
-/// A number as its parts, the largest first; of what is not finite the first alone.
+/// What a part is multiplied by more than the one before.
+const POWER: f32 = 256.0;
+
+/// Sums of the parts of a power as those of the next larger one.
 #[inline(always)]
-fn split(value: f32) -> [u32; PARTS] {
-    const UPPER: u32 = 0xffff_0000;
+pub(super) fn next_power(sums: [f32; 4]) -> [f32; 4] {
+    sums.map(|sum| sum / POWER)
+}
+
+const UPPER: u32 = 0xffff_0000;
+
+/// A number as its first 8 bits and the rest; what is not finite has none.
+#[inline(always)]
+fn cut(value: f32) -> (u32, f32) {
     let high = value.to_bits() & UPPER;
     let rest = value - f32::from_bits(high);
     // Of an infinity the rest is a NaN.
-    let rest = if rest.is_nan() { 0.0 } else { rest };
+    (high, if rest.is_nan() { 0.0 } else { rest })
+}
+
+/// A number as its parts, the largest first.
+#[inline(always)]
+fn split(value: f32) -> [u32; PARTS] {
+    let (high, rest) = cut(value);
+    // Below two times the number.
+    let rest = rest * POWER;
     let middle = rest.to_bits() & UPPER;
-    [high, middle, (rest - f32::from_bits(middle)).to_bits()]
+    [high, middle, ((rest - f32::from_bits(middle)) * POWER).to_bits()]
+}
+
+/// A number of its parts.
+#[inline(always)]
+pub(super) fn joined([high, middle, low]: [f32; PARTS]) -> f32 {
+    (low / POWER + middle) / POWER + high
 }
 
 /// Two numbers as a word of each part.
@@ -107,8 +134,9 @@ pub(super) fn split_pair([first, second]: [f32; 2]) -> [u32; PARTS] {
 /// A power of two times a word's two elements, as a word of each part that elements have.
 #[inline(always)]
 pub(super) fn split_elements<T: Parts>(word: u32, power: f32) -> [u32; 2] {
-    let [high, middle, _] = split_pair(halves::<T>(word).map(|value| value * power));
-    [high, middle]
+    let [(first_high, first_rest), (second_high, second_rest)] =
+        halves::<T>(word).map(|value| cut(value * power));
+    [upper_halves(first_high, second_high), upper_halves(first_rest.to_bits(), second_rest.to_bits())]
 }
 
 /// A positive, normal number as a power of two times a number from 1 to 2. Of others the first is not finite, or 0.
@@ -191,15 +219,14 @@ impl Lane {
         }
     }
 
-    /// The second operand.
+    /// A part of the second operand.
     ///
     /// # Safety
     /// - *initialised*: the block at `from`, and a barrier since.
     #[inline(always)]
-    pub(super) unsafe fn load(self, from: u32) -> [[u32; 2]; PARTS] {
+    pub(super) unsafe fn load(self, from: u32, part: usize) -> [u32; 2] {
         // SAFETY: the caller's promise.
-        let part = |part: u32| unsafe { shared::load_u32x2(from + part * PART_BYTES + self.read) };
-        [part(0), part(1), part(2)]
+        unsafe { shared::load_u32x2(from + part as u32 * PART_BYTES + self.read) }
     }
 }
 
@@ -212,7 +239,7 @@ pub(super) unsafe fn load_number(from: u32, pair: u32, second: u32, col: u32) ->
     // SAFETY: the caller's promise.
     let part =
         |part: u32| unsafe { half(shared::load_u32(from + part * PART_BYTES + at_pair(pair, col)), second) };
-    part(0) + part(1) + part(2)
+    joined([part(0), part(1), part(2)])
 }
 
 /// A half of a word, of bf16.
@@ -221,7 +248,7 @@ pub(super) fn half(word: u32, second: u32) -> f32 {
     f32::from_bits(word >> (16 * second) << 16)
 }
 
-/// Adds the product of elements and numbers, the smallest parts' first.
+/// Adds the product of elements, as their parts, and a part of numbers.
 ///
 /// # Safety
 /// - *converged*: the whole warp.
@@ -229,40 +256,36 @@ pub(super) fn half(word: u32, second: u32) -> f32 {
 pub(super) unsafe fn add_elements<T: Parts>(
     mut sums: [f32; 4],
     a: &[[u32; 4]; 2],
-    b: &[[u32; 2]; PARTS],
+    b: [u32; 2],
+    part: usize,
 ) -> [f32; 4] {
     // SAFETY: the caller's promise.
     unsafe {
-        sums = mma::m16n8k16_f32_bf16(a[0], b[2], sums);
-        if T::PARTS > 1 {
-            sums = mma::m16n8k16_f32_bf16(a[1], b[1], sums);
+        // Beside the smallest part the second one of elements is below 2⁻²⁴.
+        if T::PARTS > 1 && part + 1 < PARTS {
+            sums = mma::m16n8k16_f32_bf16(a[1], b, sums);
         }
-        sums = mma::m16n8k16_f32_bf16(a[0], b[1], sums);
-        if T::PARTS > 1 {
-            sums = mma::m16n8k16_f32_bf16(a[1], b[0], sums);
-        }
-        mma::m16n8k16_f32_bf16(a[0], b[0], sums)
+        mma::m16n8k16_f32_bf16(a[0], b, sums)
     }
 }
 
-/// Adds the product of numbers and numbers, without the parts' that are below 2⁻²⁴ of it: the smaller ones to the first
-/// sums, the larger ones to the second, so that fewer wait for each other.
+/// Adds the product of numbers and numbers to sums of each power, without those below 2⁻²⁴ of it.
 ///
 /// # Safety
 /// - *converged*: the whole warp.
 #[inline(always)]
 pub(super) unsafe fn add_numbers(
-    [small, large]: [[f32; 4]; 2],
+    [whole, middle, small]: [[f32; 4]; PARTS],
     a: &[[u32; 4]; PARTS],
     b: &[[u32; 2]; PARTS],
-) -> [[f32; 4]; 2] {
+) -> [[f32; 4]; PARTS] {
     // SAFETY: the caller's promise.
     unsafe {
         let small = mma::m16n8k16_f32_bf16(a[2], b[0], small);
-        let large = mma::m16n8k16_f32_bf16(a[1], b[0], large);
+        let middle = mma::m16n8k16_f32_bf16(a[1], b[0], middle);
         let small = mma::m16n8k16_f32_bf16(a[1], b[1], small);
-        let large = mma::m16n8k16_f32_bf16(a[0], b[1], large);
+        let middle = mma::m16n8k16_f32_bf16(a[0], b[1], middle);
         let small = mma::m16n8k16_f32_bf16(a[0], b[2], small);
-        [small, mma::m16n8k16_f32_bf16(a[0], b[0], large)]
+        [mma::m16n8k16_f32_bf16(a[0], b[0], whole), middle, small]
     }
 }

@@ -28,7 +28,8 @@ use super::chunk_mma::{
     Elements, MATRIX_P as P_AT, OF_CHANGES, OF_KEYS, OF_QUERIES, SINCE_START, lower_fragment, parts_of,
 };
 use super::fragments::{
-    BLOCK_BYTES, Lane, PARTS, Parts, add_elements, add_numbers, half, halves, load_fragment, load_number,
+    BLOCK_BYTES, Lane, PARTS, Parts, add_elements, add_numbers, half, halves, joined, load_fragment,
+    load_number, next_power,
 };
 use crate::tile::sequences::Sequence;
 
@@ -239,7 +240,8 @@ unsafe fn store_pair<T: Parts>(to: *mut T, [first, second]: [f32; 2], count: u32
 /// - *converged*: the whole warp; *initialised*: both, and a barrier since.
 #[inline(always)]
 unsafe fn add_lower(sums: &mut [[f32; 4]; 2], lower: u32, matrix: u32, own: Own, lane: Lane) {
-    let mut small = [[0.0; 4]; 2];
+    let zeros = [0.0; 4];
+    let mut powers = [[sums[0], zeros, zeros], [sums[1], zeros, zeros]];
     let mut block = 0;
     while block < BLOCKS {
         if block as u32 <= own.tile {
@@ -251,10 +253,11 @@ unsafe fn add_lower(sums: &mut [[f32; 4]; 2], lower: u32, matrix: u32, own: Own,
             let a = [part(0), part(1), part(2)];
             let mut n = 0;
             while n < 2 {
+                let at = block_at(matrix, block as u32, own.first_block + n as u32);
                 // SAFETY: the caller's promise.
-                [small[n], sums[n]] = unsafe {
-                    let b = lane.load(block_at(matrix, block as u32, own.first_block + n as u32));
-                    add_numbers([small[n], sums[n]], &a, &b)
+                powers[n] = unsafe {
+                    let b = [lane.load(at, 0), lane.load(at, 1), lane.load(at, 2)];
+                    add_numbers(powers[n], &a, &b)
                 };
                 n += 1;
             }
@@ -263,7 +266,8 @@ unsafe fn add_lower(sums: &mut [[f32; 4]; 2], lower: u32, matrix: u32, own: Own,
     }
     let mut i = 0;
     while i < 8 {
-        sums[i / 4][i % 4] += small[i / 4][i % 4];
+        let parts = powers[i / 4].map(|power| power[i % 4]);
+        sums[i / 4][i % 4] = joined(parts);
         i += 1;
     }
 }
@@ -283,14 +287,12 @@ unsafe fn add_lower_singly(sums: &mut [[f32; 4]; 2], lower: u32, matrix: u32, ow
             if s <= own.token(j / 2) {
                 let lane = 4 * own.group + pair / 2;
                 let word = lane * 4 + j as u32 / 2 + 2 * (pair % 2);
-                let mut factor = 0.0;
-                let mut part = PARTS;
-                while part > 0 {
-                    part -= 1;
+                let part = |part: usize| {
                     let at = 4 * (lower_fragment(own.tile, block, part) as u32 * FRAGMENT + word);
                     // SAFETY: s up to the token — the caller.
-                    factor += half(unsafe { shared::load_u32(lower + at) }, second);
-                }
+                    half(unsafe { shared::load_u32(lower + at) }, second)
+                };
+                let factor = joined([part(0), part(1), part(2)]);
                 let (first_col, col) = (own.first_block + n as u32, 2 * own.member + j as u32 % 2);
                 // SAFETY: as above.
                 let number = unsafe { load_number(block_at(matrix, block, first_col), pair, second, col) };
@@ -397,23 +399,32 @@ pub unsafe fn slice<T: Parts>(
             // K S and Q S, of one part also of blocks without rows, which are zeros: a branch would keep loads of one
             // block behind products of another. Two parts have no registers for that.
             let (mut keys_state, mut queries_state) = ([[0.0f32; 4]; 2], [[0.0f32; 4]; 2]);
-            let mut block = 0;
-            while block < STATE_BLOCKS {
-                if T::PARTS == 1 || has_rows(block as u32, dims) {
-                    let rest =
-                        |matrix: Elements| load_part::<T>(of_key, matrix, [own.tile, block as u32], 1, true);
-                    let own_keys = [keys[block], rest(Elements::Keys)];
-                    let own_queries = [queries[block], rest(Elements::Queries)];
-                    let mut n = 0;
-                    while n < 2 {
-                        let at = block_at(STATE, block as u32, own.first_block + n as u32);
-                        let b = lane.load(base + at);
-                        keys_state[n] = add_elements::<T>(keys_state[n], &own_keys, &b);
-                        queries_state[n] = add_elements::<T>(queries_state[n], &own_queries, &b);
-                        n += 1;
+            let mut part = PARTS;
+            while part > 0 {
+                part -= 1;
+                let mut block = 0;
+                while block < STATE_BLOCKS {
+                    if T::PARTS == 1 || has_rows(block as u32, dims) {
+                        let rest = |matrix: Elements| {
+                            load_part::<T>(of_key, matrix, [own.tile, block as u32], 1, true)
+                        };
+                        let own_keys = [keys[block], rest(Elements::Keys)];
+                        let own_queries = [queries[block], rest(Elements::Queries)];
+                        let mut n = 0;
+                        while n < 2 {
+                            let at = block_at(STATE, block as u32, own.first_block + n as u32);
+                            let b = lane.load(base + at, part);
+                            keys_state[n] = add_elements::<T>(keys_state[n], &own_keys, b, part);
+                            queries_state[n] = add_elements::<T>(queries_state[n], &own_queries, b, part);
+                            n += 1;
+                        }
                     }
+                    block += 1;
                 }
-                block += 1;
+                if part > 0 {
+                    keys_state = keys_state.map(next_power);
+                    queries_state = queries_state.map(next_power);
+                }
             }
             // R
             let mut is_finite = true;
@@ -497,23 +508,36 @@ pub unsafe fn slice<T: Parts>(
                 queries = load_row::<T>(of_key, Elements::Queries, own.tile, dims);
             }
             // S
-            let mut n = 0;
-            while n < BLOCKS {
-                sums_state[n] = sums_state[n].map(|sum| sum * whole);
-                n += 1;
-            }
             if has_rows(warp, dims) {
-                let mut block = 0;
-                while block < BLOCKS {
-                    let own_keys = [transposed[block], transposed_part(block, 1)];
+                let mut sums = [[0.0; 4]; BLOCKS];
+                let mut part = PARTS;
+                while part > 0 {
+                    part -= 1;
+                    let mut block = 0;
+                    while block < BLOCKS {
+                        let own_keys = [transposed[block], transposed_part(block, 1)];
+                        let mut n = 0;
+                        while n < BLOCKS {
+                            let b = lane.load(base + block_at(WEIGHED, block as u32, n as u32), part);
+                            sums[n] = add_elements::<T>(sums[n], &own_keys, b, part);
+                            n += 1;
+                        }
+                        block += 1;
+                    }
                     let mut n = 0;
-                    while n < BLOCKS {
-                        let b = lane.load(base + block_at(WEIGHED, block as u32, n as u32));
-                        sums_state[n] = add_elements::<T>(sums_state[n], &own_keys, &b);
+                    while n < BLOCKS && part > 0 {
+                        sums[n] = next_power(sums[n]);
+                        if part == 1 {
+                            let mut i = 0;
+                            while i < 4 {
+                                sums[n][i] += sums_state[n][i] * whole;
+                                i += 1;
+                            }
+                        }
                         n += 1;
                     }
-                    block += 1;
                 }
+                sums_state = sums;
             }
             let mut n = 0;
             while n < BLOCKS {

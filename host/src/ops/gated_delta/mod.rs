@@ -125,17 +125,15 @@ impl<'a> GatedDeltaArgs<'a> {
 /// huge value can be left. Sums over |q|² and |k|² must stay below 3e38. **Determinism**: bitwise the same from run to
 /// run; a sequence's result does not depend on the other sequences. How it is cut into runs can change the last bits in
 /// the chunked form, not in the recurrent one, nor on the CPU; so the recurrent one is chosen for any length under
-/// [`Invariance::Batch`](crate::Invariance::Batch). On tensor cores what is below 2⁻¹¹⁰ in a state errs as a number of
-/// that size does. **Special values**: a NaN or infinity reaches no earlier token, no other head or sequence, and from
-/// v no other column. **Streams**: a plan of the chunked form has a workspace, so a run in another stream than the last
-/// one waits for that. A recorded graph does not know of later runs: do not let it run at the same time as the plan in
-/// another stream, nor outlive the plan. **Aliasing**: out and state may not overlap the other tensors. **Graphs**:
-/// offsets and slots are read when the kernels run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place
-/// that does not fit; never after work was enqueued. **Architectures**: the same kernels on all floors, and others for
-/// chunks of f16 and bf16 from sm_80 on. **Source**: Yang et al., *Gated Delta Networks* (2024), equation 10; the
-/// chunked form as in section 3.3 there and in Yang et al., *Parallelizing Linear Transformers with the Delta Rule over
-/// Sequence Length*
-/// (2024), section 3.
+/// [`Invariance::Batch`](crate::Invariance::Batch). **Special values**: a NaN or infinity reaches no earlier token, no
+/// other head or sequence, and from v no other column. **Streams**: a plan of the chunked form has a workspace, so a
+/// run in another stream than the last one waits for that. A recorded graph does not know of later runs: do not let it
+/// run at the same time as the plan in another stream, nor outlive the plan. **Aliasing**: out and state may not
+/// overlap the other tensors. **Graphs**: offsets and slots are read when the kernels run. **Errors**:
+/// [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors, and others for chunks of f16 and bf16 from sm_80 on. **Source**:
+/// Yang et al., *Gated Delta Networks* (2024), equation 10; the chunked form as in section 3.3 there and in Yang et
+/// al., *Parallelizing Linear Transformers with the Delta Rule over Sequence Length* (2024), section 3.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
