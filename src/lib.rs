@@ -37,6 +37,7 @@
 //! | [`attention_merge`](ops::attention_merge) | shared prefixes |
 //! | [`causal_conv1d`](ops::causal_conv1d) | convolution over time |
 //! | [`copy`](ops::copy) | strided copy and cast |
+//! | [`decoder_layers`](ops::decoder_layers) | a token's layers at once |
 //! | [`embedding`](ops::embedding) | rows of a table |
 //! | [`embedding_bag`](ops::embedding_bag) | weighted sums of rows |
 //! | [`fused_moe`](ops::fused_moe) | experts of few tokens |
@@ -55,7 +56,7 @@
 //! | [`quantize_weight`](ops::quantize_weight) | weights to int4, fp8, … |
 //! | [`rmsnorm`](ops::rmsnorm) | RMS norm, residual, gate |
 //! | [`rope`](ops::rope) | rotary embedding |
-//! | [`sampling`](ops::sampling) | greedy, top-k, top-p, min-p, penalties, masks, log-probabilities |
+//! | [`sampling`](ops::sampling) | greedy, top-k, top-p, min-p, penalties, masks, logprobs |
 //! | [`scatter_rows`](ops::scatter_rows) | rows to places |
 //! | [`transpose`](ops::transpose) | transpose |
 //!

@@ -9,7 +9,7 @@ use abi::Arch;
 use crate::cuda;
 use crate::device::{Backend, Device};
 use crate::error::Error;
-use crate::param::MAX_PARAMS;
+use crate::param::{LaunchShape, MAX_PARAMS};
 use crate::profile::{Place, Resources};
 use crate::queue::Queue;
 use crate::simulator::{Launch, Simulator, Together};
@@ -26,6 +26,8 @@ pub(crate) struct Entry {
     cluster: u32,
     /// Clusters that the device holds at a time; not known without clusters.
     clusters_at_a_time: u32,
+    /// Whether blocks wait for each other, so that all must be there at once.
+    all_at_once: bool,
 }
 
 /// What an [`Entry`] launches.
@@ -75,7 +77,8 @@ impl Entry {
     /// A kernel of no family, that is there already.
     fn of_module(op: &'static str, name: &'static str, place: Place, code: Code, smem_bytes: u32) -> Self {
         let kernel = Arc::new(Kernel { op, name, place, code });
-        Entry { kernel, dynamic_smem_bytes: smem_bytes, cluster: 1, clusters_at_a_time: 0 }
+        let (cluster, clusters_at_a_time) = (1, 0);
+        Entry { kernel, dynamic_smem_bytes: smem_bytes, cluster, clusters_at_a_time, all_at_once: false }
     }
 
     /// A kernel of PTX that the program has loaded itself.
@@ -121,6 +124,11 @@ impl Entry {
             _ => num_sms / cluster,
         };
         Ok(Entry { cluster, clusters_at_a_time: clusters.max(1), ..self })
+    }
+
+    /// The same kernel, of whose blocks none begins before there is room for all: they wait for each other.
+    pub(crate) fn all_at_once(self) -> Self {
+        Entry { all_at_once: true, ..self }
     }
 
     /// Clusters for a kernel that stays on its multiprocessors and walks over so many tiles: see [`in_even_rounds`].
@@ -217,16 +225,22 @@ impl Entry {
             *pointer = param.address().cast_mut();
         }
         let pointers = &mut pointers[..params.len()];
+        let shape = LaunchShape {
+            grid,
+            block,
+            cluster: self.cluster,
+            smem_bytes: self.dynamic_smem_bytes,
+            all_at_once: self.all_at_once,
+        };
         // SAFETY: parameters and their meaning — the caller; they live until the call returns, which is when the driver
         // has copied them.
-        unsafe { queue.launch(handle, grid, block, self.cluster, self.dynamic_smem_bytes, pointers) }
-            .map_err(|failure| match failure {
-                cuda::LaunchFailure::Launch(source) => {
-                    let (entry, smem_bytes) = (self.kernel.name, self.dynamic_smem_bytes);
-                    Error::Launch { entry, grid, block, smem_bytes, source }
-                }
-                cuda::LaunchFailure::Other(error) => error,
-            })?;
+        unsafe { queue.launch(handle, shape, pointers) }.map_err(|failure| match failure {
+            cuda::LaunchFailure::Launch(source) => {
+                let (entry, smem_bytes) = (self.kernel.name, self.dynamic_smem_bytes);
+                Error::Launch { entry, grid, block, smem_bytes, source }
+            }
+            cuda::LaunchFailure::Other(error) => error,
+        })?;
         ENQUEUED.set(enqueued() + 1);
         Ok(())
     }

@@ -10,6 +10,7 @@ use abi::Arch;
 use crate::backing::{Backing, Released};
 use crate::error::{DriverError, Error};
 use crate::images::Image;
+use crate::param::LaunchShape;
 use crate::profile::{HardwareProfile, Place, Resources};
 use crate::tensor_map::{TensorMap, Tiled};
 
@@ -181,10 +182,7 @@ impl Stream {
     pub(crate) unsafe fn launch(
         &self,
         _entry: &EntryHandle,
-        _grid: [u32; 3],
-        _block: [u32; 3],
-        _cluster: u32,
-        _smem_bytes: u32,
+        _shape: LaunchShape,
         _params: &mut [*mut c_void],
     ) -> Result<(), LaunchFailure> {
         match self.0 {}

@@ -5,6 +5,22 @@ use std::ffi::c_void;
 /// Most parameters of a kernel.
 pub(crate) const MAX_PARAMS: usize = 24;
 
+/// The shape of a launch.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "nothing is launched on a card"))]
+pub(crate) struct LaunchShape {
+    /// Blocks.
+    pub(crate) grid: [u32; 3],
+    /// Threads of a block.
+    pub(crate) block: [u32; 3],
+    /// Blocks of a cluster in x.
+    pub(crate) cluster: u32,
+    /// Dynamic shared memory of a block.
+    pub(crate) smem_bytes: u32,
+    /// Whether no block begins before there is room for all.
+    pub(crate) all_at_once: bool,
+}
+
 /// A parameter of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub enum Param<'a> {

@@ -6,7 +6,8 @@ use abi::DType;
 
 use super::config::DecoderConfig;
 use super::layers::{
-    Cache, FeedForward, FeedForwardBlock, InPlace, Mixer, MixerBlock, Phase, Plans, ProjectionWeight, Step,
+    Cache, FeedForward, FeedForwardBlock, InPlace, Mixer, MixerBlock, OneToken, Phase, Plans,
+    ProjectionWeight, Step,
 };
 use super::loader::Loader;
 use super::part::{Cut, Part};
@@ -154,6 +155,8 @@ pub type Observer<'a> = dyn FnMut(Observed, TensorView<'_>) -> Result<(), Error>
 #[derive(Debug)]
 pub(super) struct DecoderBlock {
     plans: Plans<DecoderPlans>,
+    /// All layers of a step of one token, if there is a kernel for that.
+    one_token: Option<OneToken>,
     /// One for each configuration that a layer has.
     mixers: Vec<MixerBlock>,
     feed_forwards: Vec<FeedForwardBlock>,
@@ -286,6 +289,7 @@ impl DecoderBlock {
         });
         Ok(DecoderBlock {
             plans: plans?,
+            one_token: OneToken::new(phase, &decoder.layers)?,
             mixers,
             feed_forwards,
             of_layer,
@@ -306,6 +310,7 @@ impl DecoderBlock {
         let of =
             |plans: &DecoderPlans| [plans.embedding.optimization_report(), plans.norm.optimization_report()];
         let mut reports: Vec<_> = self.plans.iter().flat_map(of).collect();
+        reports.extend(self.one_token.iter().map(OneToken::report));
         reports.extend(self.mixers.iter().flat_map(MixerBlock::reports));
         reports.extend(self.feed_forwards.iter().flat_map(FeedForwardBlock::reports));
         reports.extend(self.heads.iter().map(|head| head.product.optimization_report()));
@@ -331,6 +336,7 @@ impl DecoderBlock {
         let mut is_pending = false;
         let Self {
             plans,
+            one_token,
             mixers,
             feed_forwards,
             of_layer,
@@ -350,7 +356,15 @@ impl DecoderBlock {
         if let Some(rows) = step.visual {
             rows.replace(stream, residual.reborrow())?;
         }
-        for (index, (layer, cache)) in std::iter::zip(&decoder.layers, caches).enumerate() {
+        let of_one = one_token.as_ref().filter(|_| !is_observed).zip(OneToken::keys(step));
+        if let Some((one_token, keys)) = of_one {
+            let rows = (residual.as_view(), projected.reborrow());
+            one_token.run(step, keys, &decoder.layers, caches, rows)?;
+            std::mem::swap(&mut residual, &mut projected);
+        }
+        // What is left to do.
+        let layers = if of_one.is_some() { &[][..] } else { &decoder.layers };
+        for (index, (layer, cache)) in std::iter::zip(layers, caches).enumerate() {
             let (mixer, feed_forward) = of_layer[index];
             let may_be_in_place = !is_observed && step.visual.is_none() && step.adapted.is_none();
             let [to_mixer, to_feed_forward] = step.adapters(index);

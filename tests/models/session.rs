@@ -1,6 +1,7 @@
 //! What a session promises: batches, copies, cuts, failed calls, mistakes.
 
 use testkit::golden;
+use warpforge::models::{BatchOptions, Work, WorkLogits};
 
 use super::*;
 
@@ -314,6 +315,64 @@ fn steps_on_the_residual() -> Outcome {
         assert_eq!(has("moe_combine"), name == "qwen3_next", "{name}: {kernels:?}");
         assert_eq!(has("latent_append"), name == "glm4_moe_lite", "{name}: {kernels:?}");
     }
+    Ok(())
+}
+
+/// A decoder of attention and MLPs whose heads are of 128: a step of one token is one launch of its layers, of a session's
+/// rows and of a batch's pages, and gives what the operators one by one give.
+#[test]
+fn one_token_in_one_launch() -> Outcome {
+    let config = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 384, "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "tie_word_embeddings": true}"#;
+    let model = |device: &Device| {
+        let config = ModelConfig::from_json(config, Path::new("config.json"))?;
+        Ok::<_, Box<dyn StdError>>(Model::random(device, config, DType::BF16, 3)?)
+    };
+    let card = Device::simulated(Arc::new(Card::with_sms(Arch::Sm90a, 5)))?;
+    let (prompt, then) = ([5, 6, 7, 8, 9], [10, 11, 12]);
+    let options = SessionOptions { capacity: 16, ..SessionOptions::default() };
+    let steps = |device: &Device, shown: bool| {
+        let mut session = model(device)?.session(options)?;
+        session.prefill(0, &prompt)?;
+        let mut all = Vec::new();
+        for id in then {
+            let logits = match shown {
+                true => session.decode_with(&[id], &mut |_, _| Ok(()))?,
+                false => session.decode(&[id])?,
+            };
+            all.extend(logits.to_host()?);
+        }
+        let [.., (_, reports)] = session.optimization_reports();
+        let is_planned = reports.iter().any(|report| report.variant.starts_with("decoder_layers"));
+        Ok::<_, Box<dyn StdError>>((all, is_planned))
+    };
+    let (one, is_planned) = steps(&card, false)?;
+    let (shown, _) = steps(&card, true)?;
+    assert!(is_planned && one != shown, "the layers are operators");
+    let wide = |logits: &[f32]| logits.iter().map(|&logit| f64::from(logit)).collect::<Vec<_>>();
+    let error = |logits: &[f32]| testkit::compare::relative_l2(&wide(logits), &wide(&shown));
+    assert!(error(&one) <= 0.02, "{}", error(&one));
+    let (invariant, is_planned) = steps(&card.with_invariance(Invariance::Batch), false)?;
+    assert!(!is_planned && error(&invariant) <= 0.02, "{}", error(&invariant));
+
+    let options = BatchOptions {
+        max_sequences: 2,
+        max_step_tokens: 8,
+        capacity: 32,
+        page_tokens: 16,
+        pages: 8,
+        ..BatchOptions::default()
+    };
+    let mut batch = model(&card)?.batch(options)?;
+    let id = batch.add(&prompt)?;
+    batch.step(&[Work { id, tokens: prompt.len(), logits: WorkLogits::Nothing }])?;
+    let mut paged = Vec::new();
+    for token in then {
+        batch.push(id, token)?;
+        paged.extend(batch.step(&[Work { id, tokens: 1, logits: WorkLogits::Last }])?.logits().to_host()?);
+    }
+    assert!(error(&paged) <= 0.02, "{}", error(&paged));
     Ok(())
 }
 

@@ -113,7 +113,7 @@ thread_local! {
 thread_local! {
     /// The same for [`one_sm`].
     static ONE_SM: (Device, Arc<Card>) = {
-        let card = Arc::new(Card::with_one_sm(Arch::Sm90a));
+        let card = Arc::new(Card::with_sms(Arch::Sm90a, 1));
         (Device::simulated(card.clone()).expect("a floor's own card"), card)
     };
 }

@@ -333,15 +333,19 @@ fn clusters_and_dependent_launches_run_on_hopper() {
             driver::launch_kernel_ex(bench.function, grid, block, 0, bench.stream, &attributes, &mut params)
         }
     };
+    let plain = LaunchAttributes::default();
     for overlap in [Overlap::None, Overlap::Programmatic] {
         bench.fill(99);
-        launch(LaunchAttributes { cluster: Some([4, 1, 1]), overlap }, 8).expect("launches");
-        launch(LaunchAttributes { cluster: Some([4, 1, 1]), overlap }, 8).expect("launches");
+        launch(LaunchAttributes { cluster: Some([4, 1, 1]), overlap, ..plain }, 8).expect("launches");
+        launch(LaunchAttributes { cluster: Some([4, 1, 1]), overlap, ..plain }, 8).expect("launches");
         assert_eq!(bench.read()[..9], [0, 1, 2, 3, 0, 1, 2, 3, 99]);
-        launch(LaunchAttributes { cluster: None, overlap }, 8).expect("launches");
+        launch(LaunchAttributes { cluster: None, overlap, ..plain }, 8).expect("launches");
         assert_eq!(bench.read()[..9], [0, 0, 0, 0, 0, 0, 0, 0, 99]);
     }
-    let error = launch(LaunchAttributes { cluster: Some([4, 1, 1]), overlap: Overlap::None }, 7).unwrap_err();
+    bench.fill(99);
+    launch(LaunchAttributes { cooperative: true, ..plain }, 8).expect("launches");
+    assert_eq!(bench.read()[..9], [0, 0, 0, 0, 0, 0, 0, 0, 99]);
+    let error = launch(LaunchAttributes { cluster: Some([4, 1, 1]), ..plain }, 7).unwrap_err();
     assert!(error.name.starts_with("CUDA_ERROR_"), "{error}");
 }
 

@@ -213,6 +213,94 @@ pub unsafe fn store_u32(pointer: *mut u32, value: u32, order: Order) {
     })
 }
 
+/// Looks at a double word that other threads change: for loops that wait.
+///
+/// `ld.relaxed.gpu.global.u64 d, [pointer];`, on sm_61 `ld.volatile.global.u64`.
+///
+/// # Safety
+/// - *aligned(8)* and *in-bounds(the buffer of `pointer`)*; other threads access it only by atomics meanwhile.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn load_u64(pointer: *const u64) -> u64 {
+    device!({
+        let value: u64;
+        // SAFETY: the caller's promise. Other threads write it, so it is read every time.
+        unsafe {
+            #[cfg(not(lacks_memory_model))]
+            core::arch::asm!("ld.relaxed.gpu.global.u64 {}, [{}];", out(reg64) value, in(reg64) pointer,
+                options(nostack));
+            #[cfg(lacks_memory_model)]
+            core::arch::asm!("ld.volatile.global.u64 {}, [{}];", out(reg64) value, in(reg64) pointer,
+                options(nostack));
+        }
+        value
+    } else {
+        if crate::sim::is_running() {
+            return crate::sim::atomic_load(pointer, Order::Relaxed, Scope::Device, "ld.relaxed.gpu.global.u64");
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU64::from_ptr(pointer.cast_mut()) };
+        cell.load(core::sync::atomic::Ordering::SeqCst)
+    })
+}
+
+/// Looks at two neighbouring double words, each by itself a [`load_u64`], with one instruction.
+///
+/// `ld.relaxed.gpu.global.v2.u64 {d0, d1}, [pointer];`, on sm_61 `ld.volatile.global.v2.u64`.
+///
+/// # Safety
+/// - As for [`load_u64`], both, and *aligned(16)*.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn load_u64x2(pointer: *const u64) -> [u64; 2] {
+    device!({
+        let (first, second): (u64, u64);
+        // SAFETY: the caller's promise. Other threads write them, so they are read every time.
+        unsafe {
+            #[cfg(not(lacks_memory_model))]
+            core::arch::asm!("ld.relaxed.gpu.global.v2.u64 {{{}, {}}}, [{}];", out(reg64) first, out(reg64) second,
+                in(reg64) pointer, options(nostack));
+            #[cfg(lacks_memory_model)]
+            core::arch::asm!("ld.volatile.global.v2.u64 {{{}, {}}}, [{}];", out(reg64) first, out(reg64) second,
+                in(reg64) pointer, options(nostack));
+        }
+        [first, second]
+    } else {
+        // SAFETY: the caller's promise.
+        unsafe { [load_u64(pointer), load_u64(pointer.wrapping_add(1))] }
+    })
+}
+
+/// Writes a double word that other threads look at, as a whole.
+///
+/// `st.relaxed.gpu.global.u64 [pointer], value;`, on sm_61 `st.volatile.global.u64`.
+///
+/// # Safety
+/// - As for [`load_u64`].
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn store_u64(pointer: *mut u64, value: u64) {
+    device!({
+        // SAFETY: the caller's promise.
+        unsafe {
+            #[cfg(not(lacks_memory_model))]
+            core::arch::asm!("st.relaxed.gpu.global.u64 [{}], {};", in(reg64) pointer, in(reg64) value,
+                options(nostack));
+            #[cfg(lacks_memory_model)]
+            core::arch::asm!("st.volatile.global.u64 [{}], {};", in(reg64) pointer, in(reg64) value,
+                options(nostack));
+        }
+    } else {
+        if crate::sim::is_running() {
+            const INSTRUCTION: &str = "st.relaxed.gpu.global.u64";
+            return crate::sim::atomic_store(pointer, value, Order::Relaxed, Scope::Device, INSTRUCTION);
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU64::from_ptr(pointer) };
+        cell.store(value, core::sync::atomic::Ordering::SeqCst);
+    })
+}
+
 /// Looks at a word that threads of other devices change: for loops that wait. What they wrote before their
 /// [`store_release_system_u32`] is visible after it.
 ///

@@ -39,6 +39,16 @@ pub fn launch_dependents() {
     })
 }
 
+/// A part of a `#[grid_constant]` parameter: a load from memory each, so what is wanted often is kept elsewhere.
+///
+/// # Safety
+/// - *in-bounds*, *aligned*: the parameter, whose address the kernel was given.
+#[inline(always)]
+pub unsafe fn load_parameter<T: Copy>(pointer: *const T) -> T {
+    // SAFETY: the caller's promise; also in the simulator it is the launch's own memory, which nobody writes.
+    unsafe { pointer.read() }
+}
+
 /// Blocks of a grid that leave most of a card of Hopper idle.
 #[cfg(all(target_arch = "nvptx64", not(lacks_dependent_launch)))]
 const FEW_BLOCKS: u32 = 64;

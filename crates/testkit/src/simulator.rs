@@ -107,12 +107,12 @@ impl Card {
         Card { model, num_sms: None, memory_bytes: 1 << 30, base_seed, state: Arc::default() }
     }
 
-    /// The same with one multiprocessor, on which a block of a kernel whose blocks stay does all of the work.
+    /// The same with so many multiprocessors: on one, a block of a kernel whose blocks stay does all of the work.
     ///
     /// # Panics
     /// As [`Card::new`].
-    pub fn with_one_sm(floor: Arch) -> Self {
-        Card { num_sms: Some(1), ..Card::new(floor) }
+    pub fn with_sms(floor: Arch, num_sms: u32) -> Self {
+        Card { num_sms: Some(num_sms), ..Card::new(floor) }
     }
 
     /// The same with so much memory.

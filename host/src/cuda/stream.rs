@@ -12,6 +12,7 @@ use super::module::EntryHandle;
 use super::recording::NoRecording;
 use super::{Context, failed, recording};
 use crate::error::{DriverError, Error};
+use crate::param::LaunchShape;
 use crate::profile::Place;
 #[cfg(feature = "async")]
 use crate::signal::Signal;
@@ -240,20 +241,18 @@ impl Stream {
     pub(crate) unsafe fn launch(
         &self,
         entry: &EntryHandle,
-        grid: [u32; 3],
-        block: [u32; 3],
-        cluster: u32,
-        smem_bytes: u32,
+        shape: LaunchShape,
         params: &mut [*mut c_void],
     ) -> Result<(), LaunchFailure> {
         self.context.enter().map_err(LaunchFailure::Other)?;
+        let LaunchShape { grid, block, cluster, smem_bytes, all_at_once: cooperative } = shape;
         let overlap = if entry.overlaps() { Overlap::Programmatic } else { Overlap::None };
-        let launched = if cluster == 1 && overlap == Overlap::None {
+        let launched = if cluster == 1 && overlap == Overlap::None && !cooperative {
             // SAFETY: function and stream are live, since their owners are; parameters — the caller.
             unsafe { driver::launch_kernel(entry.function, grid, block, smem_bytes, self.stream, params) }
         } else {
             let cluster = (cluster != 1).then_some([cluster, 1, 1]);
-            let attributes = LaunchAttributes { cluster, overlap };
+            let attributes = LaunchAttributes { cluster, overlap, cooperative };
             // SAFETY: as above; every kernel of a module that overlaps waits before it touches memory —
             // `Modules::module`, `#[kernel]`.
             unsafe {

@@ -37,6 +37,12 @@ impl<V: Views> Views for Option<V> {
     }
 }
 
+impl<V: Views> Views for &mut [V] {
+    fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
+        self.iter_mut().try_for_each(|views| views.bring(name, mirror))
+    }
+}
+
 /// A number among the arguments.
 impl Views for u64 {
     fn bring(&mut self, _: &'static str, _: &mut Mirror<'_>) -> Result<(), Error> {

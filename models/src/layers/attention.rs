@@ -127,6 +127,10 @@ impl KeysValues {
         self.k.bytes() + self.v.bytes()
     }
 
+    pub(super) fn views_mut(&mut self) -> [TensorViewMut<'_>; 2] {
+        [self.k.view_mut(), self.v.view_mut()]
+    }
+
     pub(super) fn copy_sequence(
         &mut self,
         stream: &Stream,

@@ -13,6 +13,7 @@ mod linear;
 mod low_rank;
 mod mlp;
 mod moe;
+mod one_token;
 mod projection;
 
 pub use attention::SelfAttention;
@@ -47,6 +48,7 @@ use low_rank::Adapted;
 pub(super) use low_rank::{AdaptedRows, AdapterSizes, Adapters, PartAdapters, RowSorter};
 use mlp::MlpBlock;
 use moe::MoeBlock;
+pub(super) use one_token::OneToken;
 use projection::ProjectionPlan;
 pub(super) use projection::{Form, ProjectionKind};
 

@@ -24,6 +24,7 @@ macro_rules! for_each_operator {
             attention_merge "attention_merge" [VARIANTS];
             causal_conv1d "causal_conv1d" [VARIANTS];
             copy "copy" [VARIANTS];
+            decoder_layers "decoder_layers" [VARIANTS];
             embedding "embedding" [VARIANTS PACKED_VARIANTS];
             embedding_bag "embedding_bag" [VARIANTS];
             fused_moe "fused_moe" [VARIANTS PACKED_VARIANTS];

@@ -150,6 +150,9 @@ pub struct LaunchAttributes {
     pub cluster: Option<[u32; 3]>,
     /// Overlap with the kernel ahead.
     pub overlap: Overlap,
+    /// Whether blocks wait for each other: none begins before there is room for all, and a grid for which there never
+    /// is any is `CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE`.
+    pub cooperative: bool,
 }
 
 /// Queues a kernel with attributes. `CUDA_ERROR_NOT_FOUND` from a driver before CUDA 11.8.
@@ -165,20 +168,24 @@ pub unsafe fn launch_kernel_ex(
     attributes: &LaunchAttributes,
     params: &mut [*mut c_void],
 ) -> Result<(), DriverError> {
-    let mut list = [LaunchAttribute::new(IGNORE, [0; 3]); 2];
+    let mut list = [LaunchAttribute::new(IGNORE, [0; 3]); 3];
     if let Some(cluster) = attributes.cluster {
         list[0] = LaunchAttribute::new(CLUSTER_DIMENSION, cluster);
     }
     if attributes.overlap == Overlap::Programmatic {
         list[1] = LaunchAttribute::new(PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0]);
     }
+    if attributes.cooperative {
+        list[2] = LaunchAttribute::new(COOPERATIVE, [1, 0, 0]);
+    }
     let config =
-        LaunchConfig { grid, block, smem_bytes, stream, attributes: list.as_mut_ptr(), num_attributes: 2 };
+        LaunchConfig { grid, block, smem_bytes, stream, attributes: list.as_mut_ptr(), num_attributes: 3 };
     // SAFETY: `config` and the attributes that it points to outlive the call — locals; the rest as in `launch_kernel`.
     check(unsafe { ffi::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), std::ptr::null_mut()) })
 }
 
 const IGNORE: c_int = 0;
+const COOPERATIVE: c_int = 2;
 const CLUSTER_DIMENSION: c_int = 4;
 const PROGRAMMATIC_STREAM_SERIALIZATION: c_int = 6;
 

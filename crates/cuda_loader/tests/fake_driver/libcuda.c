@@ -50,6 +50,7 @@ struct attribute {
             unsigned x, y, z;
         } cluster;
         int programmatic;
+        int cooperative;
     } value;
 };
 
@@ -76,6 +77,8 @@ int cuLaunchKernelEx(const struct config *config, void *function, void **params,
             *seen++ = attribute->value.cluster.z;
         } else if (attribute->id == 6) {
             *seen++ = attribute->value.programmatic;
+        } else if (attribute->id == 2) {
+            *seen++ = attribute->value.cooperative;
         }
     }
     return 0;

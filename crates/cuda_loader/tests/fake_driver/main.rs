@@ -173,10 +173,12 @@ fn launch_attributes_have_the_layout_of_c() {
         };
         let plain = [0x77, 8, 9, 10, 32, 2, 1, 4096, 0x88, 0];
         assert_eq!(launch(LaunchAttributes::default())[..], [&plain[..], &[0; 6]].concat());
-        let both = LaunchAttributes { cluster: Some([2, 3, 4]), overlap: Overlap::Programmatic };
-        assert_eq!(launch(both)[..], [&plain[..], &[2, 3, 4, 1, 0, 0]].concat());
-        let overlap = LaunchAttributes { cluster: None, overlap: Overlap::Programmatic };
+        let overlap = LaunchAttributes { overlap: Overlap::Programmatic, ..LaunchAttributes::default() };
         assert_eq!(launch(overlap)[..], [&plain[..], &[1, 0, 0, 0, 0, 0]].concat());
+        let both = LaunchAttributes { cluster: Some([2, 3, 4]), ..overlap };
+        assert_eq!(launch(both)[..], [&plain[..], &[2, 3, 4, 1, 0, 0]].concat());
+        let all = LaunchAttributes { cooperative: true, ..both };
+        assert_eq!(launch(all)[..], [&plain[..], &[2, 3, 4, 1, 1, 0]].concat());
     });
 }
 

@@ -307,30 +307,40 @@ pub(crate) enum Scope {
 
 /// A look at a word of global memory that other threads change.
 #[track_caller]
-pub(crate) fn atomic_load(pointer: *const u32, order: Order, scope: Scope, instruction: &str) -> u32 {
+pub(crate) fn atomic_load<T: Copy>(pointer: *const T, order: Order, scope: Scope, instruction: &str) -> T {
     let line = Location::caller();
     attempt(instruction, line, |machine| machine.poll(line));
     pause();
     attempt(instruction, line, |machine| {
-        let place = machine.access(Space::Global(pointer.addr()), 4, 4, Kind::AtomicRead, None, line)?;
+        let bytes = size_of::<T>();
+        let place =
+            machine.access(Space::Global(pointer.addr()), bytes, bytes, Kind::AtomicRead, None, line)?;
         machine.acquire(place.addr(), order, scope);
-        // SAFETY: `access` found four bytes there.
-        Ok(unsafe { place.cast::<u32>().read_unaligned() })
+        // SAFETY: `access` found `bytes` bytes there.
+        Ok(unsafe { place.cast::<T>().read_unaligned() })
     })
 }
 
 /// A store to a word of global memory that other threads look at.
 #[track_caller]
-pub(crate) fn atomic_store(pointer: *mut u32, value: u32, order: Order, scope: Scope, instruction: &str) {
+pub(crate) fn atomic_store<T: Copy>(
+    pointer: *mut T,
+    value: T,
+    order: Order,
+    scope: Scope,
+    instruction: &str,
+) {
     let line = Location::caller();
     attempt(instruction, line, |machine| {
-        let place = machine.access(Space::Global(pointer.addr()), 4, 4, Kind::AtomicWrite, None, line)?;
+        let bytes = size_of::<T>();
+        let place =
+            machine.access(Space::Global(pointer.addr()), bytes, bytes, Kind::AtomicWrite, None, line)?;
         // What was released here before belongs to the value that is gone.
         machine.forget_released(place.addr());
         machine.release(place.addr(), order, scope);
         machine.progress();
         // SAFETY: as in `atomic_load`; the machine alone touches them now.
-        unsafe { place.cast::<u32>().write_unaligned(value) };
+        unsafe { place.cast::<T>().write_unaligned(value) };
         Ok(())
     });
 }
