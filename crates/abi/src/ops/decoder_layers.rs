@@ -72,8 +72,10 @@ pub mod smem {
     /// The block's rows of each of the four weights: the first, how many, columns, and what is between the rows of a
     /// pair.
     pub const ROWS: u32 = LAYERS + super::LAYER_BYTES * super::MAX_LAYERS as u32;
+    /// Of each product the words that it is of, and those that its results go to.
+    pub const PLACES: u32 = ROWS + 16 * 4;
     /// Barriers: a tile is there, a tile is done with.
-    pub const FULL: u32 = ROWS + 16 * 4;
+    pub const FULL: u32 = PLACES + 8 * 4;
     /// The second ones.
     pub const EMPTY: u32 = FULL + 8 * STAGES;
     /// All of it.

@@ -146,23 +146,38 @@ impl Rows {
     }
 }
 
-/// Leaves what [`Rows`] are of a product.
+/// Leaves what [`Rows`] are of a product, and its words' places. Selects, where a table of jumps would be nobody's to
+/// follow.
 ///
 /// # Safety
-/// - *exclusive*: that place; a thread for each product does it.
+/// - *exclusive*: those places; a thread for each product does it.
 #[inline(always)]
 unsafe fn keep_rows(base: u32, product: u32, dims: &DecoderLayersDims) {
-    let (rows, cols, apart) = match product {
-        0 => (dims.qkv_rows(), dims.hidden, 0),
-        1 => (dims.hidden, dims.heads_q * HEAD_DIM, 0),
-        2 => (dims.intermediate, dims.hidden, dims.intermediate),
-        _ => (dims.hidden, dims.intermediate, 0),
-    };
+    let (is_qkv, is_gate) = (product == LayerTensor::Qkv as u32, product == LayerTensor::GateUp as u32);
+    let (is_output, is_down) = (product == LayerTensor::Output as u32, product == LayerTensor::Down as u32);
+    let of = |is_it: bool, value: u32| if is_it { value } else { 0 };
+    let rows =
+        of(is_qkv, dims.qkv_rows()) + of(is_gate, dims.intermediate) + of(is_output | is_down, dims.hidden);
+    let cols = of(is_output, dims.heads_q * HEAD_DIM)
+        + of(is_down, dims.intermediate)
+        + of(is_qkv | is_gate, dims.hidden);
+    let places = Exchange::of(dims);
+    let from = of(is_qkv, places.residual)
+        + of(is_output, places.attended)
+        + of(is_gate, places.middle)
+        + of(is_down, places.activated);
+    let to = of(is_qkv, places.qkv)
+        + of(is_output, places.middle)
+        + of(is_gate, places.activated)
+        + of(is_down, places.residual);
     let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x().max(1));
     let first = rows * block / blocks;
-    let kept = [first, rows * (block + 1) / blocks - first, cols, apart];
+    let kept = [first, rows * (block + 1) / blocks - first, cols, of(is_gate, dims.intermediate)];
     // SAFETY: the caller's promise.
-    unsafe { shared::store_u32x4(base + smem::ROWS + 16 * product, kept) };
+    unsafe {
+        shared::store_u32x4(base + smem::ROWS + 16 * product, kept);
+        shared::store_u32x2(base + smem::PLACES + 8 * product, [from, to]);
+    }
 }
 
 /// A place in the ring of tiles.
@@ -211,80 +226,38 @@ impl Ring {
     }
 }
 
-/// Tiles on their way before a producer waits for the oldest.
-const ON_THEIR_WAY: u32 = 4;
-const _: () = assert!(ON_THEIR_WAY < STAGES);
-
-/// A producer's end of the ring.
+/// A producer's end of the ring: a thread's.
 struct Tiles {
     /// The next tile's place.
     ring: Ring,
-    /// That of the first which is on its way.
-    oldest: Ring,
-    on_their_way: u32,
     is_first_round: bool,
 }
 
 /// # Safety of each operation
-/// - *converged*: the whole warp, one of the `PRODUCERS`, which do the same; the barriers are initialised.
+/// - All threads of the `PRODUCERS` do the same; the barriers are initialised.
 impl Tiles {
     #[inline(always)]
     fn new(base: u32) -> Self {
-        Tiles { ring: Ring::new(base), oldest: Ring::new(base), on_their_way: 0, is_first_round: true }
+        Tiles { ring: Ring::new(base), is_first_round: true }
     }
 
     /// Where the next tile goes, once all consumers are done with what was there.
     #[inline(always)]
     unsafe fn begin(&mut self) -> u32 {
-        let (empty, parity) = (self.ring.empty(), self.ring.parity ^ 1);
-        // SAFETY: the caller's promise; the phase of the last round, or this one's.
-        unsafe {
-            if !self.is_first_round && !warp::all(warp::FULL_MASK, mbarrier::test_wait_parity(empty, parity))
-            {
-                // Consumers may wait for what is on its way.
-                self.say_all();
-                mbarrier::wait_parity(empty, parity);
-            }
+        if !self.is_first_round {
+            // SAFETY: the caller's promise; the phase of the last round, or this one's.
+            unsafe { mbarrier::wait_parity(self.ring.empty(), self.ring.parity ^ 1) };
         }
         self.ring.tile()
     }
 
-    /// The tile's copies are asked for.
+    /// The tile's copies are asked for: the barrier hears of them when they are done.
     #[inline(always)]
     unsafe fn end(&mut self) {
-        cp_async::commit_group();
+        // SAFETY: the caller's promise.
+        unsafe { cp_async::mbarrier_arrive_noinc(self.ring.full()) };
         self.ring.next();
         self.is_first_round &= self.ring.at != 0;
-        self.on_their_way += 1;
-        if self.on_their_way > ON_THEIR_WAY {
-            cp_async::wait_group::<ON_THEIR_WAY>();
-            // SAFETY: the caller's promise; the oldest tile's copies are done.
-            unsafe { self.say() };
-        }
-    }
-
-    /// Says that the warp's part of the oldest tile is there.
-    #[inline(always)]
-    unsafe fn say(&mut self) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            warp::sync_warp(warp::FULL_MASK);
-            if thread::lane() == 0 {
-                mbarrier::arrive(self.oldest.full());
-            }
-        }
-        self.oldest.next();
-        self.on_their_way -= 1;
-    }
-
-    /// Waits for all tiles, and says that they are there.
-    #[inline(always)]
-    unsafe fn say_all(&mut self) {
-        cp_async::wait_all();
-        while self.on_their_way > 0 {
-            // SAFETY: the caller's promise; all copies are done.
-            unsafe { self.say() };
-        }
     }
 }
 
@@ -396,8 +369,6 @@ unsafe fn bring(base: u32, thread: u32, split: Split, pages: *const u32, dims: &
         }
         layer += 1;
     }
-    // SAFETY: the whole warp.
-    unsafe { tiles.say_all() };
 }
 
 /// Tells a value of a layer.
@@ -1102,7 +1073,7 @@ pub(super) unsafe fn layers(
         if thread == 0 {
             let mut stage = 0;
             while stage < STAGES {
-                mbarrier::init(base + smem::FULL + 8 * stage, PRODUCERS);
+                mbarrier::init(base + smem::FULL + 8 * stage, 32 * PRODUCERS);
                 mbarrier::init(base + smem::EMPTY + 8 * stage, CONSUMERS);
                 stage += 1;
             }
@@ -1160,13 +1131,10 @@ pub(super) unsafe fn layers(
             // One code for all four products: what goes round in more than fits a cache waits for its instructions.
             let mut product = thread::opaque(0);
             while product < PRODUCTS {
-                let (from, gains) = match product {
-                    0 => (own.places.residual, LayerTensor::InputNorm),
-                    1 => (own.places.attended, LayerTensor::QueryNorm),
-                    2 => (own.places.middle, LayerTensor::PostAttentionNorm),
-                    _ => (own.places.activated, LayerTensor::QueryNorm),
-                };
+                let [from, to] = shared::load_u32x2(base + smem::PLACES + 8 * product);
                 let (turn, is_normed) = (product % 2, product.is_multiple_of(2));
+                let (is_gate, is_last) = (product == LayerTensor::GateUp as u32, product + 1 == PRODUCTS);
+                let gains = if is_gate { LayerTensor::PostAttentionNorm } else { LayerTensor::InputNorm };
                 let gains = if is_normed { layer.address(gains as u32) } else { 0 };
                 let x = if product + number == 0 { x } else { core::ptr::null() };
                 let rows = Rows::new(base, product, layer);
@@ -1174,27 +1142,20 @@ pub(super) unsafe fn layers(
                 if thread < rows.count {
                     let scale = if is_normed { own.norm() } else { 1.0 };
                     // Of pairs, gates are the first 8 of a tile's 16 rows.
-                    let row = if product == 2 { thread / 8 * TILE_ROWS + thread % 8 } else { thread };
-                    let total = own.total(turn, row) * scale;
-                    let (to, value, of_layer) = match product {
-                        0 => (own.places.qkv, total, own.layer),
-                        2 => {
-                            let up = own.total(turn, row + 8) * scale;
-                            (own.places.activated, math::silu(total) * up, own.layer)
-                        }
-                        _ => {
-                            residual += total;
-                            match product {
-                                1 => (own.places.middle, residual, own.layer),
-                                _ => (own.places.residual, residual, own.layer.wrapping_add(1)),
-                            }
-                        }
-                    };
+                    let row = if is_gate { thread / 8 * TILE_ROWS + thread % 8 } else { thread };
+                    let mut value = own.total(turn, row) * scale;
+                    if is_gate {
+                        value = math::silu(value) * own.total(turn, row + 8) * scale;
+                    } else if !is_normed {
+                        residual += value;
+                        value = residual;
+                    }
                     let at = rows.first + thread;
-                    if is_end && product + 1 == PRODUCTS {
+                    if is_end && is_last {
                         global::store(out.wrapping_add(at as usize), bf16::from_f32(value));
                     } else {
-                        tell(own.word(to + at), value, of_layer);
+                        // The last one's are the next layer's.
+                        tell(own.word(to + at), value, own.layer.wrapping_add(u32::from(is_last)));
                     }
                 }
                 if product == 0 && split.head < dims.heads_kv {
