@@ -328,6 +328,51 @@ def copy(case, shape):
     return Operator(inputs, expected, both(run, "Tensor.copy_"))
 
 
+def decoder_layers(case, shape):
+    dtype, eps, keys, dim = DTYPES[case["dtype"]], shape["eps"], shape["keys"], 128
+    (hidden, inner), (heads_q, heads_kv) = shape["sizes"], shape["heads"]
+    per_layer = 10
+
+    def inputs(generator):
+        def matrix(rows, cols):
+            return normal(generator, rows, cols, dtype=dtype) / cols**0.5
+
+        tensors = []
+        for _ in range(shape["layers"]):
+            tensors += [matrix((heads_q + 2 * heads_kv) * dim, hidden), matrix(hidden, heads_q * dim)]
+            tensors += [matrix(2 * inner, hidden), matrix(hidden, inner)]
+            tensors += [normal(generator, size, dtype=dtype) for size in (hidden, hidden, dim, dim)]
+            tensors += [normal(generator, keys, heads_kv, dim, dtype=dtype) for _ in range(2)]
+        half = torch.arange(dim // 2, device=generator.device, dtype=torch.float64)
+        angle = (keys - 1) * 1e6 ** (-2 * half / dim)
+        return normal(generator, 1, hidden, dtype=dtype), angle.cos().float(), angle.sin().float(), *tensors
+
+    def rotate(x, cos, sin):
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    def run(x, cos, sin, *tensors):
+        for first in range(0, len(tensors), per_layer):
+            layer = tensors[first : first + per_layer]
+            qkv, o, gate_up, down, input_norm, post_norm, q_norm, k_norm, k, v = layer
+            rows = (F.rms_norm(x, (hidden,), input_norm, eps) @ qkv.T).view(-1, dim)
+            query, key, value = rows.split([heads_q, heads_kv, heads_kv])
+            query = rotate(F.rms_norm(query, (dim,), q_norm, eps), cos, sin)
+            k[-1] = rotate(F.rms_norm(key, (dim,), k_norm, eps), cos, sin)
+            v[-1] = value
+            heads = (query[None, :, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+            attended = F.scaled_dot_product_attention(*heads, enable_gqa=True)
+            x = x + attended.reshape(1, -1) @ o.T
+            gate, up = (F.rms_norm(x, (hidden,), post_norm, eps) @ gate_up.T).chunk(2, -1)
+            x = x + (F.silu(gate) * up) @ down.T
+        return x
+
+    def expected(*inputs):
+        return run(*(tensor.float() for tensor in inputs))
+
+    return Operator(inputs, expected, both(run, "torch eager"))
+
+
 def embedding(case, shape):
     dtype, vocab = DTYPES[case["dtype"]], shape["vocab"]
     tables = {}
@@ -1177,6 +1222,7 @@ OPERATORS = {
         attention_merge,
         causal_conv1d,
         copy,
+        decoder_layers,
         embedding,
         embedding_bag,
         fused_moe,

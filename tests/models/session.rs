@@ -318,8 +318,8 @@ fn steps_on_the_residual() -> Outcome {
     Ok(())
 }
 
-/// A decoder of attention and MLPs whose heads are of 128: a step of one token is one launch of its layers, of a session's
-/// rows and of a batch's pages, and gives what the operators one by one give.
+/// A decoder of attention and MLPs whose heads are of 128: a step of one token is one launch of its layers, of a
+/// session's rows and of a batch's pages, and gives what the operators one by one give.
 #[test]
 fn one_token_in_one_launch() -> Outcome {
     let config = r#"{"model_type": "qwen3", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,

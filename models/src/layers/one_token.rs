@@ -17,8 +17,8 @@ pub(crate) struct OneToken {
 }
 
 impl OneToken {
-    /// None where layers are others than the kernel's, where it is not for the card, and where nothing may depend on how
-    /// many sequences there are: its bits are not those of the operators one by one.
+    /// None where layers are others than the kernel's, where it is not for the card, and where nothing may depend on
+    /// how many sequences there are: its bits are not those of the operators one by one.
     pub(crate) fn new(phase: &Phase<'_>, layers: &[DecoderLayer]) -> Result<Option<Self>, Error> {
         let device = phase.stream.device();
         let (Some(limits), Some(problem)) = (device.limits(), Self::problem(phase, layers)) else {

@@ -452,8 +452,8 @@ impl Operator for DecoderLayers {
             (&table).into(),
         ];
         // SAFETY: `check` found every tensor of every layer of the problem's sizes, without gaps and at multiples of 16
-        // bytes; positions, keys and slots are bounded by the kernel; the exchange is of this plan alone, whose runs come
-        // one after the other, with room for this number of splits.
+        // bytes; positions, keys and slots are bounded by the kernel; the exchange is of this plan alone, whose runs
+        // come one after the other, with room for this number of splits.
         unsafe { entry.launch(run.stream, [kernel.blocks, 1, 1], [THREADS, 1, 1], &params) }
     }
 
