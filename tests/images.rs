@@ -145,9 +145,9 @@ fn check_descriptors(kernel: &KernelResources) {
     // Those that promote their sums to f32, for few rows, are so as yet.
     let most = if kernel.name.contains("_f32__m64n64") { 4 } else { 2 };
     let moves = kernel.moves_between_products;
-    // What reads ahead multiplies by ordinary arithmetic or `mma.sync`, and what makes rows fp8 not at all.
-    let is_other =
-        ["__ahead__", "__packedahead", "__quantise__"].iter().any(|part| kernel.name.contains(part));
+    // What reads ahead, or stays, multiplies by ordinary arithmetic or `mma.sync`, and what makes rows fp8 not at all.
+    let others = ["__ahead__", "__packedahead", "__persistent__", "__quantise__"];
+    let is_other = others.iter().any(|part| kernel.name.contains(part));
     let by_wgmma = kernel.name.ends_with("__sm90a") && !is_other;
     assert_eq!(moves.is_some(), by_wgmma, "{}: products by wgmma", kernel.name);
     assert!(moves <= Some(most), "{}: {moves:?} R2UR between one product and the next", kernel.name);
