@@ -28,7 +28,7 @@ pub const MAX_COLS: u32 = 24 * TILE_COLS;
 pub const MAX_ROWS: u32 = 160;
 /// Most query heads of a key head: the columns of a product.
 pub const MAX_GROUP: u32 = 8;
-/// Blocks of a key head at most: what its heads' partial results are merged of.
+/// Blocks that share a key head at most: so many partial results are merged for each of its heads.
 pub const MAX_SPLITS: u32 = 128;
 
 /// Tiles of weights that are on their way or in use.
