@@ -1,7 +1,14 @@
-//! All layers of a dense decoder for one token, in one launch: see `persistent`.
+//! All layers of a dense decoder for one token, in one launch: see `persistent`. `ring` brings weights, keys and values to
+//! a block, `exchange` what other blocks have found, `attend` is attention.
 
 #[cfg(not(lacks_wgmma))]
+mod attend;
+#[cfg(not(lacks_wgmma))]
+mod exchange;
+#[cfg(not(lacks_wgmma))]
 mod persistent;
+#[cfg(not(lacks_wgmma))]
+mod ring;
 
 #[cfg(not(lacks_wgmma))]
 use abi::ops::decoder_layers::{DecoderLayersDims, LayerTable};
