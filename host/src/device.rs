@@ -206,8 +206,9 @@ impl Device {
         self.lock_fallen().clone()
     }
 
-    /// Says so, the first time.
-    pub(crate) fn say_fallen(&self, line: String) {
+    /// Adds a line to [`Self::fallen`] and writes it to standard error, unless it is there: for what goes on in another
+    /// way by itself where the device refuses one.
+    pub fn say_fallen(&self, line: String) {
         let mut fallen = self.lock_fallen();
         if !fallen.contains(&line) {
             // Nobody is to stop because nobody reads it.

@@ -257,7 +257,7 @@ impl Error {
 
     /// Whether a device has refused something and is as it was: another kernel may do it, or another device. Not so
     /// where the caller is wrong, a kernel was stopped, or the driver's context may be unusable.
-    pub(crate) fn is_refusal(&self) -> bool {
+    pub fn is_refusal(&self) -> bool {
         match self {
             Error::Unsupported { .. }
             | Error::UnsupportedCapability { .. }

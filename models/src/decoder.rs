@@ -310,7 +310,7 @@ impl DecoderBlock {
         let of =
             |plans: &DecoderPlans| [plans.embedding.optimization_report(), plans.norm.optimization_report()];
         let mut reports: Vec<_> = self.plans.iter().flat_map(of).collect();
-        reports.extend(self.one_token.iter().map(OneToken::report));
+        reports.extend(self.one_token.iter().filter_map(OneToken::report));
         reports.extend(self.mixers.iter().flat_map(MixerBlock::reports));
         reports.extend(self.feed_forwards.iter().flat_map(FeedForwardBlock::reports));
         reports.extend(self.heads.iter().map(|head| head.product.optimization_report()));
@@ -357,13 +357,15 @@ impl DecoderBlock {
             rows.replace(stream, residual.reborrow())?;
         }
         let of_one = one_token.as_ref().filter(|_| !is_observed).zip(OneToken::keys(step));
+        // What is left to do.
+        let mut layers = &decoder.layers[..];
         if let Some((one_token, keys)) = of_one {
             let rows = (residual.as_view(), projected.reborrow());
-            one_token.run(step, keys, &decoder.layers, caches, rows)?;
-            std::mem::swap(&mut residual, &mut projected);
+            if one_token.run(step, keys, layers, caches, rows)? {
+                std::mem::swap(&mut residual, &mut projected);
+                layers = &[];
+            }
         }
-        // What is left to do.
-        let layers = if of_one.is_some() { &[][..] } else { &decoder.layers };
         for (index, (layer, cache)) in std::iter::zip(layers, caches).enumerate() {
             let (mixer, feed_forward) = of_layer[index];
             let may_be_in_place = !is_observed && step.visual.is_none() && step.adapted.is_none();

@@ -1,6 +1,8 @@
 //! What a session promises: batches, copies, cuts, failed calls, mistakes.
 
 use testkit::golden;
+use testkit::simulator::{Refuses, Refusing};
+use warpforge::Fallback;
 use warpforge::models::{BatchOptions, Work, WorkLogits};
 
 use super::*;
@@ -355,6 +357,27 @@ fn one_token_in_one_launch() -> Outcome {
     assert!(error(&one) <= 0.02, "{}", error(&one));
     let (invariant, is_planned) = steps(&card.with_invariance(Invariance::Batch), false)?;
     assert!(!is_planned && error(&invariant) <= 0.02, "{}", error(&invariant));
+    // Where the card refuses it, the operators, whichever way: their bits, and the reports of what ran.
+    let mut operators = None;
+    for refuses in [
+        Refuses::Kernels(|entry, _| entry.starts_with("decoder_layers")),
+        Refuses::Launches(|entry, _| entry.starts_with("decoder_layers")),
+    ] {
+        let refusing = Refusing::new(Card::with_sms(Arch::Sm90a, 5), refuses);
+        let refusing = Device::simulated(Arc::new(refusing))?;
+        for fallback in [Fallback::LowerFloor, Fallback::Cpu] {
+            let device = refusing.with_fallback(fallback);
+            let (got, is_planned) = steps(&device, false)?;
+            assert!(!is_planned && got != one && error(&got) <= 0.02, "{refuses:?}, {fallback:?}");
+            assert!(*operators.get_or_insert(got.clone()) == got, "{refuses:?}, {fallback:?}");
+            let fallen = device.fallen();
+            assert!(
+                matches!(&fallen[..], [line] if line.starts_with("decoder_layers falls back to the operators"))
+            );
+        }
+        let refusal = steps(&refusing, false).unwrap_err().to_string();
+        assert!(refusal.contains("decoder_layers"), "{refuses:?}: {refusal}");
+    }
 
     let options = BatchOptions {
         max_sequences: 2,

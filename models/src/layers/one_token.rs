@@ -1,19 +1,23 @@
 //! All layers of a step of one token, in one launch.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use abi::DType;
 use abi::ops::glu::Activation;
 
 use super::{Cache, CacheType, FeedForward, Group, Keys, Mixer, Phase, ProjectionWeight, Step, Visible};
 use crate::config::{AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, MlpConfig};
 use crate::decoder::DecoderLayer;
-use host::ops::decoder_layers::{self, DecoderLayersArgs, DecoderLayersProblem, select};
-use host::{Error, Kernel, OptimizationReport, TensorView, TensorViewMut};
+use host::ops::decoder_layers::{self, DecoderLayers, DecoderLayersArgs, DecoderLayersProblem};
+use host::{Device, Error, Fallback, Kernel, OptimizationReport, TensorView, TensorViewMut};
 
 /// The layers of a decoder whose layers are all of attention and an MLP, planned for one token of one sequence.
 #[derive(Debug)]
 pub(crate) struct OneToken {
-    plan: decoder_layers::DecoderLayers,
+    plan: DecoderLayers,
     config: AttentionConfig,
+    /// The device has refused a launch.
+    is_refused: AtomicBool,
 }
 
 impl OneToken {
@@ -21,22 +25,20 @@ impl OneToken {
     /// how many sequences there are: its bits are not those of the operators one by one.
     pub(crate) fn new(phase: &Phase<'_>, layers: &[DecoderLayer]) -> Result<Option<Self>, Error> {
         let device = phase.stream.device();
-        let (Some(limits), Some(problem)) = (device.limits(), Self::problem(phase, layers)) else {
-            return Ok(None);
-        };
-        // Not `supports` alone, by which the CPU may stand in.
-        let supports = decoder_layers::DecoderLayers::supports(device, &problem).is_ok();
-        if !supports || select(&limits, &problem).is_err() {
-            return Ok(None);
-        }
-        let Some(MixerConfig::Attention(config)) = phase.config.layers.first().map(|layer| layer.mixer)
+        let (Some(MixerConfig::Attention(config)), Some(problem)) =
+            (phase.config.layers.first().map(|layer| layer.mixer), Self::problem(phase, layers))
         else {
             return Ok(None);
         };
-        let plan = decoder_layers::DecoderLayers::plan(device, problem)?;
-        // What stands in where the device refuses it is slower than the operators one by one.
-        let is_itself = plan.report().fallback.is_none();
-        Ok(is_itself.then_some(OneToken { plan, config }))
+        // Where the device refuses it, the operators one by one stand in, and not the CPU.
+        let itself = device.with_fallback(Fallback::Error);
+        if device.limits().is_none() || DecoderLayers::supports(&itself, &problem).is_err() {
+            return Ok(None);
+        }
+        match DecoderLayers::plan(&itself, problem) {
+            Ok(plan) => Ok(Some(OneToken { plan, config, is_refused: AtomicBool::new(false) })),
+            Err(error) => stand_in(device, error).map(|()| None),
+        }
     }
 
     fn problem(phase: &Phase<'_>, layers: &[DecoderLayer]) -> Option<DecoderLayersProblem> {
@@ -72,8 +74,9 @@ impl OneToken {
         })
     }
 
-    pub(crate) fn report(&self) -> OptimizationReport {
-        self.plan.optimization_report()
+    /// What was chosen, unless the device has refused it.
+    pub(crate) fn report(&self) -> Option<OptimizationReport> {
+        (!self.is_refused.load(Ordering::Relaxed)).then(|| self.plan.optimization_report())
     }
 
     /// The token's keys, if the step is one of a token that has nothing of its own.
@@ -95,7 +98,8 @@ impl OneToken {
         }
     }
 
-    /// From the token's embedding to the residual behind the last layer.
+    /// From the token's embedding to the residual behind the last layer. Whether that is done: not where the device
+    /// refuses it and lets others stand in.
     pub(crate) fn run(
         &self,
         step: &Step<'_>,
@@ -103,7 +107,10 @@ impl OneToken {
         layers: &[DecoderLayer],
         caches: &mut [Cache],
         (x, out): (TensorView<'_>, TensorViewMut<'_>),
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
+        if self.is_refused.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
         let AttentionConfig { heads_kv, head_dim, .. } = self.config;
         let mut own = Vec::with_capacity(layers.len());
         for (layer, cache) in std::iter::zip(layers, caches) {
@@ -137,8 +144,25 @@ impl OneToken {
             pages,
             out,
         };
-        self.plan.run(step.stream, args)
+        match self.plan.run(step.stream, args) {
+            Ok(()) => Ok(true),
+            Err(error) => {
+                stand_in(step.stream.device(), error)?;
+                self.is_refused.store(true, Ordering::Relaxed);
+                Ok(false)
+            }
+        }
     }
+}
+
+/// Says that the operators one by one stand in, where the device has refused all layers at once and lets them; the error
+/// itself otherwise.
+fn stand_in(device: &Device, error: Error) -> Result<(), Error> {
+    if device.fallback() == Fallback::Error || !error.is_refusal() {
+        return Err(error);
+    }
+    device.say_fallen(format!("decoder_layers falls back to the operators one by one: {error}"));
+    Ok(())
 }
 
 /// The weights of a layer: of q, k and v; of attention's output; of gate and up; of down. None if they are others, or
