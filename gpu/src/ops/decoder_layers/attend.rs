@@ -253,7 +253,7 @@ impl Consumer<'_> {
                 warp::sync_warp(warp::FULL_MASK);
                 let mut tile = 0;
                 while tile < TILES_A_ROUND {
-                    ring.leave(lane);
+                    ring.leave();
                     tile += 1;
                 }
                 first += ROUND;

@@ -199,7 +199,7 @@ impl Consumer<'_> {
                         half += 1;
                     }
                     warp::sync_warp(warp::FULL_MASK);
-                    ring.leave(self.lane);
+                    ring.leave();
                     words += 2 * WARP_COLS;
                     from += TILE_COLS;
                 }
@@ -300,7 +300,7 @@ pub(super) unsafe fn layers(
             let mut stage = 0;
             while stage < STAGES {
                 mbarrier::init(base + smem::FULL + 8 * stage, 32 * PRODUCERS);
-                mbarrier::init(base + smem::EMPTY + 8 * stage, CONSUMERS);
+                mbarrier::init(base + smem::EMPTY + 8 * stage, 32 * CONSUMERS);
                 stage += 1;
             }
             mbarrier::fence_mbarrier_init();

@@ -252,16 +252,14 @@ impl Ring {
         unsafe { mbarrier::wait_parity(self.full(), self.parity) }
     }
 
-    /// Leaves the tile, with which a warp of the consumers is done.
+    /// Leaves the tile, with which a thread of the consumers is done.
     ///
     /// # Safety
-    /// - *converged*: the whole warp, behind its last read; the barriers are initialised.
+    /// - All consumers do so, each behind its last read; the barriers are initialised.
     #[inline(always)]
-    pub(super) unsafe fn leave(&mut self, lane: u32) {
-        if lane == 0 {
-            // SAFETY: the caller's promise.
-            unsafe { mbarrier::arrive(self.empty()) };
-        }
+    pub(super) unsafe fn leave(&mut self) {
+        // SAFETY: the caller's promise.
+        unsafe { mbarrier::arrive(self.empty()) };
         self.next();
     }
 }
