@@ -1,8 +1,9 @@
 //! What there is on this machine and in this build.
 
 use serde_json::{Value, json};
-use warpforge::models::Session;
-use warpforge::{Arch, Device, IMAGES};
+use warpforge::models::{Session, WEIGHT_FORMATS};
+use warpforge::ops::matmul::{Matmul, MatmulProblem};
+use warpforge::{Arch, DType, Device, IMAGES};
 
 use crate::demo::Demo;
 
@@ -85,6 +86,26 @@ pub fn choices(session: &Session) -> Vec<Value> {
         json!({"phase": phase, "operator": report.op, "variant": report.variant, "why": report.why})
     })
     .collect()
+}
+
+/// Rows of products that formats are shown for: of a step, of a few sequences, of a prompt.
+pub const FORMAT_ROWS: [(&str, usize); 3] = [("rows_1", 1), ("rows_16", 16), ("rows_2048", 2048)];
+
+/// What each format of quantised weights is multiplied by on a device: the kernel of a product with a weight of 4096 by
+/// 4096, or why there is none.
+pub fn formats(device: &Device) -> Vec<Value> {
+    let dtype = if device.limits().is_some() { DType::BF16 } else { DType::F32 };
+    let of = |(name, layout): (&str, _)| {
+        let mut fact = json!({"weights": name});
+        for (key, rows) in FORMAT_ROWS {
+            let problem =
+                MatmulProblem { weight: Some(layout), ..MatmulProblem::new(rows, 4096, 4096, dtype) };
+            let kernel = Matmul::plan(device, problem).map(|plan| plan.report().variant.to_owned());
+            fact[key] = kernel.unwrap_or_else(|error| error.to_string()).into();
+        }
+        fact
+    };
+    WEIGHT_FORMATS.into_iter().map(of).collect()
 }
 
 /// Whether this build has images of the floor.

@@ -1,6 +1,7 @@
 //! What is on this machine and does it work: `cargo run --package doctor`.
 //!
-//! Shows the driver, the cards, the images of this build and what operators choose, and runs the demo model, which the
+//! Shows the driver, the cards, the images of this build, what operators choose and which kernels take quantised weights,
+//! and runs the demo model, which the
 //! program holds, on every device and floor, and compares its text with what it should write. With `--memory` it draws
 //! what the pools hold then, and with `--memory-timeline` it writes what they did.
 
@@ -107,6 +108,16 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
         let columns = [("phase", "phase"), ("operator", "operator"), ("variant", "kernel"), ("why", "why")];
         say(format!("\nwhat the demo model's operators choose on {device}\n{}", table(choices, &columns)))?;
     }
+    let mut formats = Vec::new();
+    for device in &cards.devices {
+        let own = facts::formats(device);
+        let titles = ["weights", "1 row", "16 rows", "2048 rows"];
+        let keys = ["weights"].into_iter().chain(facts::FORMAT_ROWS.map(|(key, _)| key));
+        let columns: Vec<(&str, &str)> = std::iter::zip(keys, titles).collect();
+        let name = device.describe();
+        say(format!("\nkernels for quantised weights on {name}\n{}", table(&own, &columns)))?;
+        formats.push(json!({"device": name, "weights": own}));
+    }
     if let Some(file) = &options.memory {
         for (device, map) in &pools {
             say(format!("\nmemory of {device}\n{}", memory::text(map)))?;
@@ -129,6 +140,7 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
             "no_cards": cards.none,
             "tests": tests,
             "memory": memory.collect::<Vec<_>>(),
+            "formats": formats,
             "choices": last.map(|(device, choices)| json!({"device": device, "operators": choices})),
         });
         output::write(format_args!("{}\n", serde_json::to_string_pretty(&all)?))?;

@@ -80,6 +80,10 @@ fn run(options: &Options) -> Result<(), Failure> {
     let by_int8 = of("int8", Quantise::Requantise(Scheme::INT8));
     all.push(Tried { rows_become_int8: true, ..by_int8 });
     all.extend(schemes().into_iter().map(|(name, scheme)| of(&name, Quantise::Requantise(scheme))));
+    for (name, projections) in [("int8", Scheme::INT8), ("int4", Scheme::INT4)] {
+        let quantise = Quantise::WithTables { projections, tables: Scheme::INT8 };
+        all.push(of(&format!("{name}, float tables in int8"), quantise));
+    }
     for tried in &all {
         let Tried { name, dtype, rows_become_int8, .. } = tried;
         let (checkpoint, rows) =

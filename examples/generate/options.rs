@@ -70,7 +70,9 @@ pub struct Options {
     #[arg(long)]
     pub lora: Option<PathBuf>,
     /// What becomes of the weights of projections: as-stored, dense (dequantised), or quantised as they are loaded:
-    /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4; with requantise- before it also those that are quantised already.
+    /// int8, int4, fp8, fp8-channel, mxfp4, nvfp4 or e6m9 (16-bit floats, for weights in f32); with requantise- before it
+    /// also those that are quantised already, with + and a second scheme the tables of embedding and head too
+    /// (int4+int8).
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
     pub quant: Quantise,
     /// What becomes of rows before products with quantised weights: as-given; fp8 before fp8 weights, where kernels
@@ -151,7 +153,9 @@ fn parse_activations(text: &str) -> Result<Activations, String> {
 fn parse_quantise(text: &str) -> Result<Quantise, String> {
     text.parse().map_err(|_| {
         let schemes = Scheme::NAMED.map(|(name, _)| name).join(", ");
-        format!("unknown scheme {text:?}: expected as-stored, dense, {schemes}")
+        format!(
+            "unknown scheme {text:?}: expected as-stored, dense, {schemes}, or two of these with + between"
+        )
     })
 }
 

@@ -51,7 +51,9 @@ pub use layers::{
 pub use loader::{LoadProgress, Quantise};
 pub use model::{LoadReport, Model};
 pub use part::{ExpertSharding, Shard};
-pub use quant::{CodeType, GgmlType, Origin, Origins, QuantMatrix, QuantReport, QuantisedTensor};
+pub use quant::{
+    CodeType, GgmlType, Origin, Origins, QuantMatrix, QuantReport, QuantisedTensor, WEIGHT_FORMATS,
+};
 pub use sampler::SessionSampler;
 pub use session::{LogitRows, Logits, Session, SessionOptions};
 pub use tensors::{load_tensors, save_tensors};

@@ -54,8 +54,9 @@ pub(super) fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) 
     }
 }
 
-/// What becomes of the weights of a model's projections. As text: `as-stored`, `dense`, or a scheme's name
-/// ([`Scheme::NAMED`]).
+/// What becomes of the weights of a model's projections. As text: `as-stored`, `dense`, a scheme's name
+/// ([`Scheme::NAMED`]), or two with a `+`, of which the second is for tables (`int4+int8`); with `requantise-` before one
+/// also weights that are quantised already.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Quantise {
@@ -67,6 +68,14 @@ pub enum Quantise {
     Dense,
     /// Those that are not quantised are, by this scheme, as they are loaded. Tables stay as they are.
     By(Scheme),
+    /// The same, and tables of embedding and head that are not quantised are by a scheme of their own. One that ranks of
+    /// a group share as embedding and head stays as it is.
+    WithTables {
+        /// For projections and experts.
+        projections: Scheme,
+        /// For the tables.
+        tables: Scheme,
+    },
     /// All are by this scheme as they are loaded; those that are quantised already from the values that they stand for,
     /// so with the errors of both. Tables are dequantised.
     Requantise(Scheme),
@@ -75,19 +84,32 @@ pub enum Quantise {
 impl Quantise {
     /// How many neighbouring columns and rows may not be parted from each other, for the scheme's sake.
     pub(super) fn unit(self) -> usize {
+        self.of_projections().map_or(1, |scheme| scheme.group.max(1) as usize)
+    }
+
+    /// The scheme for projections that a file has as floats.
+    fn of_projections(self) -> Option<Scheme> {
         match self {
-            Quantise::By(scheme) | Quantise::Requantise(scheme) => scheme.group.max(1) as usize,
-            Quantise::AsStored | Quantise::Dense => 1,
+            Quantise::By(scheme)
+            | Quantise::WithTables { projections: scheme, .. }
+            | Quantise::Requantise(scheme) => Some(scheme),
+            Quantise::AsStored | Quantise::Dense => None,
+        }
+    }
+
+    /// The same for tables, as if they were projections.
+    fn for_tables(self) -> Self {
+        match self {
+            Quantise::AsStored | Quantise::By(_) => Quantise::AsStored,
+            Quantise::WithTables { tables, .. } => Quantise::By(tables),
+            Quantise::Dense | Quantise::Requantise(_) => Quantise::Dense,
         }
     }
 
     /// The scheme by which this tensor of a file is quantised.
     fn scheme(self, data: &Data<'_>) -> Option<Scheme> {
-        match self {
-            Quantise::By(scheme) if !data.is_quantised() => Some(scheme),
-            Quantise::Requantise(scheme) => Some(scheme),
-            Quantise::AsStored | Quantise::Dense | Quantise::By(_) => None,
-        }
+        let again = matches!(self, Quantise::Requantise(_));
+        self.of_projections().filter(|_| again || !data.is_quantised())
     }
 }
 
@@ -98,9 +120,12 @@ impl std::str::FromStr for Quantise {
         match text {
             "as-stored" => Ok(Quantise::AsStored),
             "dense" => Ok(Quantise::Dense),
-            _ => match text.strip_prefix("requantise-") {
-                Some(scheme) => scheme.parse().map(Quantise::Requantise),
-                None => text.parse().map(Quantise::By),
+            _ => match (text.strip_prefix("requantise-"), text.split_once('+')) {
+                (Some(scheme), _) => scheme.parse().map(Quantise::Requantise),
+                (None, Some((projections, tables))) => {
+                    Ok(Quantise::WithTables { projections: projections.parse()?, tables: tables.parse()? })
+                }
+                (None, None) => text.parse().map(Quantise::By),
             },
         }
     }
@@ -302,13 +327,10 @@ impl<'a> Loader<'a> {
     ) -> Result<ProjectionWeight, Error> {
         self.note_projection(parts.iter().map(|(name, _)| name));
         let rows = height(parts);
-        if let Some(layout) = self.random_layout()
-            && rows * cols.len() > 0
-        {
-            let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
+        if let Some(weight) = self.random_packed(self.quantise, [rows, cols.len()])? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
-        if let Some(weight) = self.quantised_by_card(parts, cols, Order::Above)? {
+        if let Some(weight) = self.quantised_by_card(parts, cols, self.quantise, Order::Above)? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         let Some(sources) = self.packable(parts, cols, self.quantise)? else {
@@ -327,17 +349,20 @@ impl<'a> Loader<'a> {
     }
 
     /// Rows of a table that tokens are looked up in or scored by. It stays as it is in the checkpoint, or becomes
-    /// dense: no scheme is for tables.
+    /// dense, unless there is a scheme for tables.
     pub(super) fn table(&mut self, name: &str, rows: Cut, cols: usize) -> Result<ProjectionWeight, Error> {
-        let parts = [(name.to_owned(), rows)];
-        let quantise = match self.quantise {
-            Quantise::AsStored | Quantise::By(_) => Quantise::AsStored,
-            Quantise::Dense | Quantise::Requantise(_) => Quantise::Dense,
-        };
-        if let Some([source]) = self.packable(&parts, &cols.into(), quantise)?.as_deref() {
+        let (parts, cols) = ([(name.to_owned(), rows)], Cut::from(cols));
+        let quantise = self.quantise.for_tables();
+        if let Some(weight) = self.random_packed(quantise, [height(&parts), cols.len()])? {
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
+        if let Some(weight) = self.quantised_by_card(&parts, &cols, quantise, Order::Above)? {
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
+        if let Some([source]) = self.packable(&parts, &cols, quantise)?.as_deref() {
             return Ok(ProjectionWeight::Packed(self.pack(&[&**source])?));
         }
-        Ok(ProjectionWeight::Plain(self.stacked(&parts, &cols.into())?))
+        Ok(ProjectionWeight::Plain(self.stacked(&parts, &cols)?))
     }
 
     /// A gate and up: packed with their rows in turn if both are quantised alike, else above each other.
@@ -355,7 +380,7 @@ impl<'a> Loader<'a> {
             let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
-        if let Some(weight) = self.quantised_by_card(parts, cols, Order::InTurn)? {
+        if let Some(weight) = self.quantised_by_card(parts, cols, self.quantise, Order::InTurn)? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         let sources = self.packable(parts, cols, self.quantise)?;
@@ -374,6 +399,16 @@ impl<'a> Loader<'a> {
         Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?))
     }
 
+    /// A matrix of random codes, if there are random weights and these are to be quantised.
+    fn random_packed(&self, quantise: Quantise, size: [usize; 2]) -> Result<Option<Weight>, Error> {
+        match (&self.source, quantise.of_projections()) {
+            (Source::Random { .. }, Some(scheme)) if !size.contains(&0) => {
+                Weight::random(self.stream, scheme.layout(), 1, size, size[0] as u64).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// While it is listed what there is: these are what [`Quantise::By`] quantises.
     fn note_projection<'n>(&mut self, names: impl Iterator<Item = &'n String>) {
         if let Source::List(listed) = &mut self.source {
@@ -383,10 +418,8 @@ impl<'a> Loader<'a> {
 
     /// The layout of random weights, if they are to be quantised.
     fn random_layout(&self) -> Option<Layout> {
-        match (&self.source, self.quantise) {
-            (Source::Random { .. }, Quantise::By(scheme) | Quantise::Requantise(scheme)) => {
-                Some(scheme.layout())
-            }
+        match self.source {
+            Source::Random { .. } => self.quantise.of_projections().map(|scheme| scheme.layout()),
             _ => None,
         }
     }

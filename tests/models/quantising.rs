@@ -7,10 +7,11 @@ use warpforge::weight::{ScaleType, Scheme};
 use super::saving::SCHEMES;
 use super::*;
 
-/// The bytes of every packed weight of a model's layers.
+/// The bytes of every packed weight of a model's layers and tables.
 fn packed(model: &Model) -> Result<Vec<Vec<i8>>, warpforge::Error> {
-    let mut weights: Vec<&ProjectionWeight> = Vec::new();
-    for layer in &model.decoder().layers {
+    let decoder = model.decoder();
+    let mut weights: Vec<&ProjectionWeight> = [&decoder.embedding].into_iter().chain(&decoder.head).collect();
+    for layer in &decoder.layers {
         match &layer.mixer {
             Mixer::Attention(attention) => weights.extend([&attention.qkv.weight, &attention.o.weight]),
             Mixer::DeltaNet(net) => weights.push(&net.out.weight),
@@ -60,6 +61,75 @@ fn a_card_quantises_as_the_host_does() -> Outcome {
             }
         }
     }
+    Ok(())
+}
+
+/// Tables by a scheme of their own: a card's bits are the host's, one scheme is the layers' alone, and tables that a file
+/// has quantised stay as they are.
+#[test]
+fn tables_are_quantised_by_their_own_scheme() -> Outcome {
+    let layouts = |weight: &ProjectionWeight| match weight {
+        ProjectionWeight::Packed(parts) => parts.iter().map(|part| part.layout()).collect(),
+        _ => Vec::new(),
+    };
+    // With one table, and with two.
+    for name in ["qwen3", "qwen3_moe"] {
+        let case = Case::load(name)?;
+        let checkpoint = Checkpoint::open(&case.folder)?;
+        let prompt = &case.prompts()[0];
+        let load = |device: &Device, quantise: Quantise| {
+            Model::quantised(device, &checkpoint, DType::F32, quantise, &mut |_| {})
+        };
+        let steps = |device: &Device, quantise: Quantise| -> Result<Vec<f32>, warpforge::Error> {
+            let mut session = load(device, quantise)?.session(options(&case, 64))?;
+            let mut logits = session.prefill(0, &prompt[..3])?.to_host()?;
+            logits.extend(session.decode(&prompt[3..4])?.to_host()?);
+            Ok(logits)
+        };
+        let dense = steps(&Device::cpu(), Quantise::Dense)?;
+        for (title, tables) in Scheme::NAMED {
+            let quantise = Quantise::WithTables { projections: Scheme::INT8, tables };
+            let host = load(&Device::cpu(), quantise)?;
+            let (decoder, by_one) = (host.decoder(), load(&Device::cpu(), Quantise::By(Scheme::INT8))?);
+            assert_eq!(decoder.head.is_some(), name == "qwen3_moe");
+            for (table, plain) in std::iter::zip(
+                [&decoder.embedding].into_iter().chain(&decoder.head),
+                [&by_one.decoder().embedding].into_iter().chain(&by_one.decoder().head),
+            ) {
+                assert_eq!(layouts(table), [tables.layout()], "{name}, {title}");
+                assert_eq!(layouts(plain), [], "{name}, {title}");
+                assert!(table.bytes() < plain.bytes(), "{name}, {title}");
+            }
+            let simulated = Arc::new(Card::new(Arch::Sm90a));
+            let mut devices = cards();
+            devices.push(Device::simulated(simulated.clone())?);
+            let want = packed(&host)?;
+            let error = relative_l2(&steps(&Device::cpu(), quantise)?, &dense);
+            let allowed = if tables.codes.bits() == 4 { 0.5 } else { 0.1 };
+            // Of a mixture other experts may be chosen.
+            let allowed = if name == "qwen3" { allowed } else { 1.0 };
+            assert!(error > 0.0 && error <= allowed, "{name}, {title}: {error:.3}");
+            for device in devices {
+                assert!(packed(&load(&device, quantise)?)? == want, "{name}, {title}, {device:?}");
+                let error = relative_l2(&steps(&device, quantise)?, &steps(&Device::cpu(), quantise)?);
+                assert!(error <= 1e-4, "{name}, {title}, {device:?}: {error:.2e}");
+            }
+            let launched = simulated.launched();
+            let gathered =
+                launched.iter().any(|entry| entry.starts_with("embedding_f32_") && entry.contains("packed"));
+            assert!(gathered, "{name}, {title}: {launched:?}");
+        }
+        // Random weights have the same layouts.
+        let config = checkpoint.config().clone();
+        let quantise = Quantise::WithTables { projections: Scheme::INT8, tables: Scheme::INT8 };
+        let random = Model::random_quantised(&Device::cpu(), config, DType::F32, quantise, 1)?;
+        assert_eq!(layouts(&random.decoder().embedding), [Scheme::INT8.layout()], "{name}");
+    }
+    let stored = Checkpoint::open(&workspace_root().join("tests/golden-quant/gguf_q4_1/model.gguf"))?;
+    let quantise = Quantise::WithTables { projections: Scheme::INT8, tables: Scheme::INT8 };
+    let [as_stored, by_table] = [Quantise::AsStored, quantise]
+        .map(|quantise| Model::quantised(&Device::cpu(), &stored, DType::F32, quantise, &mut |_| {}));
+    assert!(packed(&as_stored?)? == packed(&by_table?)?);
     Ok(())
 }
 

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
+use warpforge::models::WEIGHT_FORMATS;
 use warpforge::{Arch, Device, IMAGES};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -38,7 +39,7 @@ fn json() -> Outcome {
     succeeded(&output);
     let all: Value = serde_json::from_slice(&output.stdout)?;
     let keys: Vec<&str> = all.as_object().ok_or("an object")?.keys().map(String::as_str).collect();
-    assert_eq!(keys, ["cards", "choices", "images", "memory", "no_cards", "tests", "version"]);
+    assert_eq!(keys, ["cards", "choices", "formats", "images", "memory", "no_cards", "tests", "version"]);
     assert_eq!(all["version"], env!("CARGO_PKG_VERSION"));
 
     // The images that this test was built with, too.
@@ -86,6 +87,21 @@ fn json() -> Outcome {
     for operator in ["matmul", "rmsnorm", "attention"] {
         assert!(choices.iter().any(|choice| choice["operator"] == operator), "{operator}");
     }
+    // A kernel for every format on every device.
+    let formats = list(&all, "formats")?;
+    let devices: Vec<&Value> = formats.iter().map(|formats| &formats["device"]).collect();
+    assert_eq!(devices, tests.iter().map(|test| &test["device"]).collect::<Vec<_>>());
+    for (index, formats) in formats.iter().enumerate() {
+        let weights = list(formats, "weights")?;
+        assert_eq!(weights.len(), WEIGHT_FORMATS.len());
+        for (weight, (name, _)) in std::iter::zip(weights, WEIGHT_FORMATS) {
+            assert_eq!(weight["weights"], name);
+            for key in ["rows_1", "rows_16", "rows_2048"] {
+                let kernel = weight[key].as_str().ok_or(key)?;
+                assert!(if index == 0 { kernel == "cpu" } else { kernel.starts_with("matmul_") }, "{weight}");
+            }
+        }
+    }
     let memory = list(&all, "memory")?;
     let devices: Vec<&Value> = memory.iter().map(|pool| &pool["device"]).collect();
     assert_eq!(devices, tests.iter().map(|test| &test["device"]).collect::<Vec<_>>());
@@ -109,7 +125,13 @@ fn tables() -> Outcome {
     let shown = text(&output.stdout);
     let first = format!("images of this build (warpforge {})\n", env!("CARGO_PKG_VERSION"));
     assert!(shown.starts_with(&first), "{shown}");
-    for line in ["\ncards\n", "\nself-tests: ", &format!("\n  {}: ", Device::cpu().describe())] {
+    for line in [
+        "\ncards\n",
+        "\nself-tests: ",
+        "\nkernels for quantised weights on ",
+        "  GGUF Q4_K ",
+        &format!("\n  {}: ", Device::cpu().describe()),
+    ] {
         assert!(shown.contains(line), "{line:?}: {shown}");
     }
     assert!(shown.contains(" tokens as expected\n") && !shown.contains("FAILED"), "{shown}");

@@ -49,6 +49,36 @@ fn copied() -> Result<tempfile::TempDir, Box<dyn std::error::Error>> {
     Ok(folder)
 }
 
+/// Weights that are quantised as they are loaded: near enough for the same first tokens, not for all; and a scheme that
+/// there is not is an error with those that there are.
+#[test]
+fn quantised() -> Outcome {
+    let behind = |prompt: &str, scheme: &str| -> Result<Vec<u32>, Box<dyn std::error::Error>> {
+        let output = generate(&CPU)
+            .args(["--prompt", prompt, "--print-ids", "--max-new-tokens", "12", "--quant", scheme])
+            .output()?;
+        assert!(output.status.success(), "{scheme}: {}", error(&output));
+        Ok(serde_json::from_slice(&output.stdout)?)
+    };
+    let prompts = ["Once upon a time", "In the beginning"];
+    let dense = [behind(prompts[0], "dense")?, behind(prompts[1], "dense")?];
+    for scheme in ["int8", "fp8-channel", "e6m9", "requantise-int8", "int8+int8"] {
+        let own = [behind(prompts[0], scheme)?, behind(prompts[1], scheme)?];
+        assert!(own[0][..8] == dense[0][..8] && own[1][..4] == dense[1][..4], "{scheme}: {own:?}, {dense:?}");
+        // The model's weights are in bfloat16, all of which the longest floats hold.
+        assert_eq!(own == dense, scheme == "e6m9", "{scheme}");
+    }
+    for scheme in ["int5", "int8+", "+int8", "int8+int5", "requantise-int8+int8"] {
+        let output = generate(&CPU).args(["--prompt", "The sea", "--quant", scheme]).output()?;
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{scheme}");
+        let told = error(&output);
+        for part in [scheme, "as-stored", "nvfp4", "e6m9"] {
+            assert!(told.contains(part), "{part}: {told}");
+        }
+    }
+    Ok(())
+}
+
 /// The tokens behind a prompt.
 fn ids(model: &Path, arguments: &[&str]) -> Result<Vec<u32>, Box<dyn std::error::Error>> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_generate"));

@@ -71,7 +71,7 @@ impl Scheme {
     ];
 
     /// The layout of what it makes.
-    pub fn layout(&self) -> Layout {
+    pub const fn layout(&self) -> Layout {
         let Scheme { codes, group, rows, scale, asymmetric, .. } = *self;
         Layout { codes, group, rows, scale, zeros: asymmetric, minimums: false }
     }

@@ -40,9 +40,9 @@ pub(super) enum Order {
 impl<'a> Loader<'a> {
     /// The scheme that the card is to quantise by, if it is. Scales that are fp8 are made on the host: their factor is
     /// of the whole matrix, which would have to be there twice.
-    fn scheme_of_card(&self) -> Option<(&'a Checkpoint, Scheme)> {
+    fn scheme_of_card(&self, quantise: Quantise) -> Option<(&'a Checkpoint, Scheme)> {
         let &Source::Checkpoint(checkpoint) = &self.source else { return None };
-        let (Quantise::By(scheme) | Quantise::Requantise(scheme)) = self.quantise else { return None };
+        let scheme = quantise.of_projections()?;
         let is_card = self.stream.device().limits().is_some();
         (is_card && scheme.scale != ScaleType::E4m3).then_some((checkpoint, scheme))
     }
@@ -63,15 +63,16 @@ impl<'a> Loader<'a> {
         Ok(Some(Rows { name: name.to_owned(), dtype, bytes, ranges }))
     }
 
-    /// A projection's weight, quantised by the card; none where the host does it: what is cut inside of tiles or
+    /// A projection's weight, or a table, quantised by the card; none where the host does it: what is cut inside of tiles or
     /// blocks, or is no floats of the file.
     pub(super) fn quantised_by_card(
         &mut self,
         parts: &[(String, Cut)],
         cols: &Cut,
+        quantise: Quantise,
         order: Order,
     ) -> Result<Option<Weight>, Error> {
-        let Some((checkpoint, scheme)) = self.scheme_of_card() else { return Ok(None) };
+        let Some((checkpoint, scheme)) = self.scheme_of_card(quantise) else { return Ok(None) };
         let (n, k) = (height(parts), cols.len());
         if n == 0 || k == 0 || !cols.is_all() {
             return Ok(None);
@@ -102,7 +103,7 @@ impl<'a> Loader<'a> {
         own: &Cut,
         [rows, cols]: [&Cut; 2],
     ) -> Result<Option<Weight>, Error> {
-        let Some((checkpoint, scheme)) = self.scheme_of_card() else { return Ok(None) };
+        let Some((checkpoint, scheme)) = self.scheme_of_card(self.quantise) else { return Ok(None) };
         let (parts, k) = (names.first().map_or(0, Vec::len), cols.len());
         let experts: Vec<usize> = own.ranges.iter().cloned().flatten().collect();
         if parts == 0 || !cols.is_all() {

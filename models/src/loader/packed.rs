@@ -25,8 +25,8 @@ impl<'a> Loader<'a> {
         }
         let unusable = |problem| checkpoint.unusable(1, vec![problem]);
         let stored = |name: &str, rows: &Cut| checkpoint.tensor(name, &[rows.of, cols.of]).map_err(unusable);
-        let global = match quantise {
-            Quantise::By(scheme) | Quantise::Requantise(scheme) if scheme.scale == ScaleType::E4m3 => {
+        let global = match quantise.of_projections() {
+            Some(scheme) if scheme.scale == ScaleType::E4m3 => {
                 let own = |(name, rows): &(String, Cut)| {
                     let Stored { data, .. } = stored(name, rows)?;
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);

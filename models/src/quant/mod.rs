@@ -13,6 +13,7 @@ mod save;
 use std::sync::{Arc, LazyLock};
 
 pub use ggml::GgmlType;
+pub use pack::WEIGHT_FORMATS;
 pub use save::{QuantReport, QuantisedTensor};
 
 pub(super) use codes::Codes;

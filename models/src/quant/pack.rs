@@ -2,9 +2,42 @@
 
 use half::{bf16, f16};
 use host::F8E4M3;
-use host::weight::{Codes, Layout, ScaleType, WeightSource};
+use host::weight::{Codes, Layout, ScaleType, Scheme, WeightSource};
 
 use super::{CodeType, Origin, Origins, QuantMatrix};
+
+/// What checkpoints' quantised weights are on a device: formats by their names, and a layout of each. Other types of
+/// scales and sizes of groups are the same kernels'.
+pub const WEIGHT_FORMATS: [(&str, Layout); 16] = {
+    const INT4: Layout = Layout {
+        codes: Codes::Int4,
+        group: 128,
+        rows: 1,
+        scale: ScaleType::F16,
+        zeros: false,
+        minimums: false,
+    };
+    const GGUF4: Layout = Layout { group: 32, ..INT4 };
+    const GGUF8: Layout = Layout { codes: Codes::Int8, ..GGUF4 };
+    [
+        ("fp8, blocks of 128 x 128", Scheme::FP8.layout()),
+        ("fp8, channels or tensors", Scheme::FP8_CHANNEL.layout()),
+        ("int8, channels", Scheme::INT8.layout()),
+        ("int8, groups (GPTQ, compressed-tensors)", Layout { codes: Codes::Int8, ..INT4 }),
+        ("int8, groups with zero points (GPTQ)", Layout { codes: Codes::Int8, zeros: true, ..INT4 }),
+        ("int4, groups (GPTQ, compressed-tensors)", INT4),
+        ("int4, groups with zero points (GPTQ, AWQ)", Layout { zeros: true, ..INT4 }),
+        ("MXFP4", Scheme::MXFP4.layout()),
+        ("NVFP4", Scheme::NVFP4.layout()),
+        ("GGUF Q4_0", GGUF4),
+        ("GGUF Q4_1", Layout { minimums: true, ..GGUF4 }),
+        ("GGUF Q5_0, Q8_0", GGUF8),
+        ("GGUF Q4_K", Layout { scale: ScaleType::U8Super, minimums: true, ..GGUF4 }),
+        ("GGUF Q5_1", Layout { minimums: true, ..GGUF8 }),
+        ("GGUF Q5_K", Layout { scale: ScaleType::U8Super, minimums: true, ..GGUF8 }),
+        ("GGUF Q6_K", Layout { scale: ScaleType::I8Super, group: 16, ..GGUF8 }),
+    ]
+};
 
 /// A matrix of a file as the source of a packed weight.
 pub(crate) struct Packable<'a> {
