@@ -75,7 +75,7 @@ pub(super) fn session_matches(session: &mut Session, case: &Case) -> Result<Vec<
 
 #[test]
 fn golden_f32_on_the_cpu() -> Outcome {
-    for name in GOLDEN {
+    for name in GOLDEN.into_iter().chain(RELATED) {
         let case = Case::load(name)?;
         for chunk in [64, 16, 5] {
             matches_transformers(&Device::cpu(), &case, chunk)?;
@@ -87,7 +87,7 @@ fn golden_f32_on_the_cpu() -> Outcome {
 /// Token by token through the cache: the same logits as of the whole prompt.
 #[test]
 fn golden_f32_by_decode_steps() -> Outcome {
-    for name in GOLDEN {
+    for name in GOLDEN.into_iter().chain(RELATED) {
         let case = Case::load(name)?;
         // A decode step is text.
         if name == "qwen3_vl" {
@@ -133,13 +133,17 @@ mod golden_f32_in_the_simulator {
         qwen3_next in chunks of 29,
         qwen3_vl in chunks of 16,
         glm4_moe_lite in chunks of 16,
+        qwen3_heads128 in chunks of 16,
+        llama in chunks of 5,
+        mistral in chunks of 29,
+        qwen2 in chunks of 64,
     }
 }
 
 #[test]
 fn golden_f32_on_the_card() -> Outcome {
     for device in cards() {
-        for name in GOLDEN {
+        for name in GOLDEN.into_iter().chain(RELATED) {
             let case = Case::load(name)?;
             for chunk in [64, 5] {
                 matches_transformers(&device, &case, chunk)?;
@@ -155,7 +159,7 @@ fn golden_bf16() -> Outcome {
     let mut devices = cards();
     devices.push(Device::cpu());
     for device in devices {
-        for name in GOLDEN {
+        for name in GOLDEN.into_iter().chain(RELATED) {
             let case = Case::load(name)?;
             let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
             let (grids, patches) = case.images();
@@ -180,14 +184,16 @@ fn golden_bf16() -> Outcome {
 }
 
 /// The same token by token, as a sequence of one decodes, whose layers norm and add the residual in their products from
-/// Hopper on.
+/// Hopper on, or are one launch.
 #[test]
 fn golden_bf16_steps() -> Outcome {
-    let simulated = Arc::new(Card::new(Arch::Sm90a));
-    let mut devices = cards();
-    devices.extend([Device::cpu(), Device::simulated(simulated.clone())?]);
-    for device in devices {
-        for name in ["qwen3", "qwen3_moe"] {
+    let [simulated, of_few_blocks] = [132, 5].map(|sms| Arc::new(Card::with_sms(Arch::Sm90a, sms)));
+    let names = &["qwen3", "qwen3_moe", "qwen3_heads128"][..];
+    let mut devices: Vec<_> = cards().into_iter().chain([Device::cpu()]).map(|card| (card, names)).collect();
+    devices.push((Device::simulated(simulated.clone())?, &names[..2]));
+    devices.push((Device::simulated(of_few_blocks.clone())?, &names[2..]));
+    for (device, names) in devices {
+        for name in names {
             let case = Case::load(name)?;
             let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
             let prompt = &case.prompts()[0];
@@ -204,7 +210,11 @@ fn golden_bf16_steps() -> Outcome {
             assert!(error <= allowed, "{name} on {device:?}: error {error:.4}, allowed {allowed:.4}");
         }
     }
-    assert!(simulated.launched().contains("matmul_bf16__ahead__sm90a"), "{:?}", simulated.launched());
+    let all =
+        [(simulated, "matmul_bf16__ahead__sm90a"), (of_few_blocks, "decoder_layers_bf16__persistent__sm90a")];
+    for (card, entry) in all {
+        assert!(card.launched().contains(entry), "{entry}: {:?}", card.launched());
+    }
     Ok(())
 }
 

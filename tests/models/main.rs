@@ -51,6 +51,9 @@ fn cards() -> Vec<Device> {
 /// The golden checkpoints of the models that are built.
 const GOLDEN: [&str; 6] = ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "glm4_moe_lite", "qwen3_vl"];
 
+/// Others of the same parts: heads of 128, for which all layers may be one launch, and three more architectures.
+const RELATED: [&str; 4] = ["qwen3_heads128", "llama", "mistral", "qwen2"];
+
 struct Case {
     name: &'static str,
     folder: PathBuf,

@@ -54,8 +54,10 @@ impl<'a> RawTensor<'a> {
     /// The one number of a tensor that has one.
     fn number(&self) -> Result<f32, TensorProblem> {
         self.typed(&[Dtype::F32])?;
-        match self.bytes.try_into() {
-            Ok(bytes) => Ok(f32::from_le_bytes(bytes)),
+        match self.bytes.try_into().map(f32::from_le_bytes) {
+            Ok(number) if number.is_finite() => Ok(number),
+            // A scale divided by infinity would be a sound one, of weights that are all 0.
+            Ok(number) => Err(self.problem("a finite number", number.to_string())),
             Err(_) => Err(self.problem("one number", format!("shape {:?}", self.shape))),
         }
     }
@@ -193,11 +195,11 @@ impl<'a> Module<'a, '_> {
         let whole = [n.max(1), k.max(1)];
         let [block_n, group_k] = match (block, scales.shape) {
             (Some(block), _) => block.map(|side| side.max(1)),
-            (None, [] | [1]) => whole,
+            (None, [] | [1] | [1, 1]) => whole,
             (None, _) => [1, whole[1]],
         };
         let (blocks_n, groups) = (n.div_ceil(block_n), k.div_ceil(group_k));
-        if block.is_some() || !matches!(scales.shape, [] | [1]) {
+        if block.is_some() || !matches!(scales.shape, [] | [1] | [1, 1]) {
             let is_flat = groups <= 1 && scales.shape == [blocks_n];
             if !is_flat {
                 scales.shaped(&[blocks_n, groups])?;

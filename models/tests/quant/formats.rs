@@ -84,6 +84,7 @@ fn fp8_by_tensor_row_and_block() -> Outcome {
     for (shape, scales, want) in [
         (vec![], vec![3.0], [3.0, 3.0]),
         (vec![1], vec![3.0], [3.0, 3.0]),
+        (vec![1, 1], vec![3.0], [3.0, 3.0]),
         (vec![2, 1], vec![3.0, -0.25], [3.0, -0.25]),
         (vec![2], vec![3.0, -0.25], [3.0, -0.25]),
     ] {

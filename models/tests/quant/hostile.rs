@@ -7,8 +7,9 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 use std::time::Instant;
 
+use half::{bf16, f16};
 use host::{DType, Device};
-use models::{Checkpoint, Model};
+use models::{Checkpoint, Gguf, Model};
 
 use super::writer::{Kv, Tensor, Writer, text};
 use super::{GOLDEN, Outcome, folder};
@@ -264,35 +265,105 @@ fn split_files() -> Outcome {
     Ok(())
 }
 
-/// NaN and infinite scales are found when they are read.
+/// Scales of every format that are no numbers, or stand for none, are found when they are read.
 #[test]
 fn scales_that_are_no_numbers() -> Outcome {
+    let f32s = |values: &[f32]| values.iter().map(|value| value.to_le_bytes().to_vec()).collect::<Vec<_>>();
+    let f16s = || [f16::NAN, f16::INFINITY].map(|value| value.to_le_bytes().to_vec()).to_vec();
+    let bf16s = || [bf16::NAN, bf16::INFINITY].map(|value| value.to_le_bytes().to_vec()).to_vec();
+    let all = f32s(&[f32::NAN, f32::INFINITY]);
+    let module = "model.layers.0.self_attn.v_proj";
     let copy = tempfile::tempdir()?;
-    for (name, scale) in
-        [("awq_int4", "scales"), ("fp8_block_ragged", "weight_scale_inv"), ("gptq_int8", "scales")]
-    {
-        for unsound in [f32::NAN, f32::INFINITY] {
+    for (name, scale, unsound) in [
+        ("awq_int4", "scales", f16s()),
+        ("gptq_int8", "scales", f16s()),
+        ("gptq_int4_asym_g64", "scales", f16s()),
+        ("gptq_int4_desc_act", "scales", f16s()),
+        ("fp8_block", "weight_scale_inv", all.clone()),
+        ("fp8_block_ragged", "weight_scale_inv", all.clone()),
+        ("ct_w4a16_asym_g128", "weight_scale", bf16s()),
+        ("ct_w8a8_int8", "weight_scale", bf16s()),
+        // The one NaN that there is.
+        ("ct_mxfp4a16", "weight_scale", vec![vec![0xff]]),
+        ("ct_nvfp4a16", "weight_scale", vec![vec![0x7f], vec![0xff]]),
+        ("modelopt_nvfp4", "weight_scale", vec![vec![0x7f], vec![0xff]]),
+        // It divides.
+        ("ct_nvfp4a16", "weight_global_scale", f32s(&[f32::NAN, f32::INFINITY, 0.0])),
+        ("modelopt_nvfp4", "weight_scale_2", all),
+    ] {
+        for unsound in unsound {
             let from = folder().join(name);
-            fs::copy(from.join("config.json"), copy.path().join("config.json"))?;
+            for file in fs::read_dir(&from)?.filter_map(Result::ok) {
+                if file.path().extension().is_some_and(|extension| extension == "json") {
+                    fs::copy(file.path(), copy.path().join(file.file_name()))?;
+                }
+            }
             let mut bytes = fs::read(from.join("model.safetensors"))?;
             let header = u64::from_le_bytes(bytes[..8].try_into()?) as usize;
             let json: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header])?;
-            let module = "model.layers.0.self_attn.v_proj";
             let entry = &json[format!("{module}.{scale}")];
-            let at = 8 + header + entry["data_offsets"][1].as_u64().ok_or("an offset")? as usize;
-            match entry["dtype"].as_str() {
-                Some("F32") => bytes[at - 4..at].copy_from_slice(&unsound.to_le_bytes()),
-                _ => bytes[at - 2..at].copy_from_slice(&half::f16::from_f32(unsound).to_le_bytes()),
-            }
+            let end = 8 + header + entry["data_offsets"][1].as_u64().ok_or("an offset")? as usize;
+            bytes[end - unsound.len()..end].copy_from_slice(&unsound);
             fs::write(copy.path().join("model.safetensors"), bytes)?;
             let error = Model::load(&Device::cpu(), copy.path(), DType::F32, &mut |_| {}).err();
-            let message = error.ok_or("an error")?.to_string();
-            assert!(
-                message.contains(&format!("{module}.weight: expected finite scales, got {unsound} in row")),
-                "{message}"
-            );
+            let message = error.ok_or_else(|| format!("{name}, {scale}, {unsound:?}: no error"))?.to_string();
+            assert!(message.contains(module) && message.contains("finite"), "{name}, {scale}: {message}");
+        }
+        for file in fs::read_dir(copy.path())?.filter_map(Result::ok) {
+            fs::remove_file(file.path())?;
         }
     }
+    Ok(())
+}
+
+/// The same of GGUF's blocks, at each place where one has a scale or a minimum.
+#[test]
+fn blocks_whose_scales_are_no_numbers() -> Outcome {
+    let copy = tempfile::tempdir()?;
+    let path = copy.path().join("model.gguf");
+    let mut met = Vec::new();
+    for name in GOLDEN.into_iter().filter(|name| name.starts_with("gguf_")) {
+        let from = folder().join(name).join("model.gguf");
+        let (sound, file) = (fs::read(&from)?, Gguf::open(&from)?);
+        // Of each tensor: the type, where its data begins among all data, and where the description ends.
+        let described = |name: &str| {
+            let key = [&(name.len() as u64).to_le_bytes(), name.as_bytes()].concat();
+            let at = sound.windows(key.len()).position(|bytes| bytes == key).ok_or("a name")? + key.len();
+            let number = |at: usize| u32::from_le_bytes(sound[at..at + 4].try_into().unwrap_or_default());
+            let kind = at + 4 + 8 * number(at) as usize;
+            Ok::<_, &str>((number(kind), number(kind + 4) as usize, kind + 12))
+        };
+        let names: Vec<&str> = file.names().collect();
+        let all = names.iter().map(|name| described(name)).collect::<Result<Vec<_>, _>>()?;
+        let data = all.iter().map(|(.., end)| *end).max().unwrap_or(0).next_multiple_of(32);
+        for (tensor, (kind, start, _)) in std::iter::zip(names, all) {
+            // The places of binary16 in a block: scale and minimum, or one scale.
+            let places: &[usize] = match kind {
+                2 | 6 | 8 => &[0],
+                3 | 7 | 12 | 13 => &[0, 2],
+                14 => &[208],
+                _ => continue,
+            };
+            if met.iter().filter(|(known, _)| *known == kind).count() == 2 {
+                continue;
+            }
+            met.push((kind, tensor.to_owned()));
+            for place in places {
+                for unsound in [f16::NAN, f16::INFINITY] {
+                    let mut bytes = sound.clone();
+                    let at = data + start + place;
+                    bytes[at..at + 2].copy_from_slice(&unsound.to_le_bytes());
+                    fs::write(&path, bytes)?;
+                    let error = Model::load(&Device::cpu(), &path, DType::F32, &mut |_| {}).err();
+                    let message =
+                        error.ok_or_else(|| format!("{name}, {tensor}, {place}: no error"))?.to_string();
+                    assert!(message.contains("finite scales, got"), "{name}, {tensor}: {message}");
+                }
+            }
+        }
+    }
+    let kinds: std::collections::BTreeSet<u32> = met.iter().map(|(kind, _)| *kind).collect();
+    assert!(kinds.is_superset(&[3, 6, 8, 12, 14].into()), "{kinds:?}");
     Ok(())
 }
 
@@ -319,6 +390,9 @@ fn use_mutant(path: &Path, tensor: &str, loads: bool) {
 #[test]
 fn mutants_of_golden_files() -> Outcome {
     const PER_FILE: u64 = 620;
+    // What would be other threads' work is this one's, and so is what it allocates.
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build()?;
+    assert_eq!(pool.current_thread_index(), Some(0));
     let started = Instant::now();
     let mut mutants = 0;
     for (number, name) in GOLDEN.into_iter().enumerate() {

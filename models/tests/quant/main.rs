@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use host::group::Group;
 use host::ops::matmul::Activations;
 use host::ops::sampling::SamplingParams;
-use host::weight::{Codes, Scheme};
+use host::weight::{Codes, Layout, ScaleType, Scheme};
 use host::{DType, Device};
 use models::{
     Checkpoint, ExpertSharding, FeedForward, Logits, Model, ModelError, ProjectionWeight, Quantise, Session,
@@ -27,23 +27,34 @@ use testkit::gpu::workspace_root;
 type Outcome = Result<(), Box<dyn StdError>>;
 
 /// The folders of the golden checkpoints; `tests/golden-quant/README.md` says what they are.
-const GOLDEN: [&str; 17] = [
+const GOLDEN: [&str; 28] = [
     "awq_int4",
     "awq_int4_moe",
+    "ct_fp8_channel",
+    "ct_fp8_tensor",
     "ct_mxfp4a16",
     "ct_nvfp4a16",
     "ct_w4a16_asym_g128",
+    "ct_w4a16_g32",
+    "ct_w8a16",
     "ct_w8a8_int8",
     "fp8_block",
     "fp8_block_moe",
     "fp8_block_ragged",
+    "fp8_tensor",
+    "gguf_bf16",
+    "gguf_f16",
     "gguf_moe_mxfp4",
+    "gguf_q4_0",
     "gguf_q4_1",
     "gguf_q4_k_m",
     "gguf_q4_k_m_fallback",
+    "gguf_q5_1",
+    "gguf_q5_k",
     "gptq_int4_asym_g64",
     "gptq_int4_desc_act",
     "gptq_int8",
+    "gptq_v2_int4_asym_g32",
     "modelopt_nvfp4",
 ];
 
@@ -198,13 +209,54 @@ fn tables_stay_quantised() -> Outcome {
         let load = |quantise| Model::quantised(&Device::cpu(), &stored, DType::F32, quantise, &mut |_| {});
         let model = load(Quantise::AsStored)?;
         let decoder = model.decoder();
-        assert_eq!(is_packed(&decoder.embedding), name.starts_with("gguf_"), "{name}");
-        assert!(
-            decoder.head.as_ref().is_none_or(|head| is_packed(head) == name.starts_with("gguf_")),
-            "{name}"
-        );
+        let has_quantised = name.starts_with("gguf_") && !["gguf_bf16", "gguf_f16"].contains(&name);
+        assert_eq!(is_packed(&decoder.embedding), has_quantised, "{name}");
+        assert!(decoder.head.as_ref().is_none_or(|head| is_packed(head) == has_quantised), "{name}");
         assert!(!is_packed(&load(Quantise::Dense)?.decoder().embedding), "{name}");
     }
+    Ok(())
+}
+
+/// What every file's weights are on a device is among the formats that are listed.
+#[test]
+fn formats_are_listed() -> Outcome {
+    // Scales may be floats of any type, and groups of any size.
+    let kind = |layout: Layout| {
+        let scale = match layout.scale {
+            ScaleType::F32 | ScaleType::F16 | ScaleType::Bf16 => ScaleType::F32,
+            scale => scale,
+        };
+        (layout.codes, scale, layout.rows > 1, layout.zeros, layout.minimums)
+    };
+    let known: Vec<_> = models::WEIGHT_FORMATS.into_iter().map(|(_, layout)| kind(layout)).collect();
+    let mut met = Vec::new();
+    for name in GOLDEN {
+        let model = Model::from_checkpoint(&Device::cpu(), &opened(name)?, DType::F32, &mut |_| {})?;
+        let decoder = model.decoder();
+        let mut weights: Vec<&ProjectionWeight> =
+            [&decoder.embedding].into_iter().chain(&decoder.head).collect();
+        for layer in &decoder.layers {
+            match &layer.feed_forward {
+                FeedForward::Mlp(mlp) => weights.extend([&mlp.gate_up.weight, &mlp.down.weight]),
+                FeedForward::Moe(moe) => weights.extend([&moe.gate_up, &moe.down]),
+                other => panic!("{other:?}"),
+            }
+        }
+        for weight in weights {
+            if let ProjectionWeight::Packed(parts) = weight {
+                for part in parts {
+                    let layout = part.layout();
+                    assert_eq!(layout.problem(), None, "{name}");
+                    assert!(known.contains(&kind(layout)), "{name}: {layout:?}");
+                    met.push(kind(layout));
+                }
+            }
+        }
+    }
+    let unmet: Vec<_> =
+        models::WEIGHT_FORMATS.into_iter().filter(|(_, layout)| !met.contains(&kind(*layout))).collect();
+    let names: Vec<&str> = unmet.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names, [""; 0]);
     Ok(())
 }
 
@@ -350,7 +402,8 @@ fn experts_are_quantised_as_they_load() -> Outcome {
 /// The values are those of the tools, to the bit.
 #[test]
 fn dequantised_tensors() -> Outcome {
-    for name in GOLDEN {
+    // Files of floats have none.
+    for name in GOLDEN.into_iter().filter(|name| !["gguf_bf16", "gguf_f16"].contains(name)) {
         let checkpoint = Checkpoint::open(&checkpoint(name))?;
         let mut tensors = 0;
         for (key, want) in case(name)? {
