@@ -1,9 +1,9 @@
 //! What is on this machine and does it work: `cargo run --package doctor`.
 //!
-//! Shows the driver, the cards, the images of this build, what operators choose and which kernels take quantised weights,
-//! and runs the demo model, which the
-//! program holds, on every device and floor, and compares its text with what it should write. With `--memory` it draws
-//! what the pools hold then, and with `--memory-timeline` it writes what they did.
+//! Shows the driver, the cards, the images of this build, what operators choose and which kernels take quantised
+//! weights. Runs the demo model, which the program holds, on every device and floor, and compares its text with what it
+//! should write. With `--memory` it draws what the pools hold then, and with `--memory-timeline` it writes what they
+//! did.
 
 mod demo;
 mod facts;
