@@ -70,8 +70,8 @@ pub struct Options {
     #[arg(long)]
     pub lora: Option<PathBuf>,
     /// What becomes of the weights of projections: as-stored, dense (dequantised), or quantised as they are loaded:
-    /// int8, int4, fp8, fp8-channel, mxfp4, nvfp4 or e6m9 (16-bit floats, for weights in f32); with requantise- before it
-    /// also those that are quantised already, with + and a second scheme the tables of embedding and head too
+    /// int8, int4, fp8, fp8-channel, mxfp4, nvfp4 or e6m9 (16-bit floats, for weights in f32); with requantise- before
+    /// it also those that are quantised already, with + and a second scheme the tables of embedding and head too
     /// (int4+int8).
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
     pub quant: Quantise,

@@ -55,8 +55,8 @@ pub(super) fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) 
 }
 
 /// What becomes of the weights of a model's projections. As text: `as-stored`, `dense`, a scheme's name
-/// ([`Scheme::NAMED`]), or two with a `+`, of which the second is for tables (`int4+int8`); with `requantise-` before one
-/// also weights that are quantised already.
+/// ([`Scheme::NAMED`]), or two with a `+`, of which the second is for tables (`int4+int8`); with `requantise-` before
+/// one also weights that are quantised already.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Quantise {
@@ -68,8 +68,8 @@ pub enum Quantise {
     Dense,
     /// Those that are not quantised are, by this scheme, as they are loaded. Tables stay as they are.
     By(Scheme),
-    /// The same, and tables of embedding and head that are not quantised are by a scheme of their own. One that ranks of
-    /// a group share as embedding and head stays as it is.
+    /// The same, and tables of embedding and head that are not quantised are by a scheme of their own. One that ranks
+    /// of a group share as embedding and head stays as it is.
     WithTables {
         /// For projections and experts.
         projections: Scheme,

@@ -64,8 +64,8 @@ fn a_card_quantises_as_the_host_does() -> Outcome {
     Ok(())
 }
 
-/// Tables by a scheme of their own: a card's bits are the host's, one scheme is the layers' alone, and tables that a file
-/// has quantised stay as they are.
+/// Tables by a scheme of their own: a card's bits are the host's, one scheme is the layers' alone, and tables that a
+/// file has quantised stay as they are.
 #[test]
 fn tables_are_quantised_by_their_own_scheme() -> Outcome {
     let layouts = |weight: &ProjectionWeight| match weight {

@@ -155,8 +155,8 @@ impl OneToken {
     }
 }
 
-/// Says that the operators one by one stand in, where the device has refused all layers at once and lets them; the error
-/// itself otherwise.
+/// Says that the operators one by one stand in, where the device has refused all layers at once and lets them; the
+/// error itself otherwise.
 fn stand_in(device: &Device, error: Error) -> Result<(), Error> {
     if device.fallback() == Fallback::Error || !error.is_refusal() {
         return Err(error);

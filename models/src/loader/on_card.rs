@@ -63,8 +63,8 @@ impl<'a> Loader<'a> {
         Ok(Some(Rows { name: name.to_owned(), dtype, bytes, ranges }))
     }
 
-    /// A projection's weight, or a table, quantised by the card; none where the host does it: what is cut inside of tiles or
-    /// blocks, or is no floats of the file.
+    /// A projection's weight, or a table, quantised by the card; none where the host does it: what is cut inside of
+    /// tiles or blocks, or is no floats of the file.
     pub(super) fn quantised_by_card(
         &mut self,
         parts: &[(String, Cut)],

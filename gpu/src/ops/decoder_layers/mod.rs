@@ -1,5 +1,5 @@
-//! All layers of a dense decoder for one token, in one launch: see `persistent`. `ring` brings weights, keys and values to
-//! a block, `exchange` what other blocks have found, `attend` is attention.
+//! All layers of a dense decoder for one token, in one launch: see `persistent`. `ring` brings weights, keys and values
+//! to a block, `exchange` what other blocks have found, `attend` is attention.
 
 #[cfg(not(lacks_wgmma))]
 mod attend;
