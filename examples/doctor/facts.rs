@@ -105,7 +105,7 @@ pub fn formats(device: &Device) -> Vec<Value> {
         }
         fact
     };
-    WEIGHT_FORMATS.into_iter().map(of).collect()
+    WEIGHT_FORMATS.iter().copied().map(of).collect()
 }
 
 /// Whether this build has images of the floor.

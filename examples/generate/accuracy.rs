@@ -82,7 +82,7 @@ fn run(options: &Options) -> Result<(), Failure> {
     all.extend(schemes().into_iter().map(|(name, scheme)| of(&name, Quantise::Requantise(scheme))));
     for (name, projections) in [("int8", Scheme::INT8), ("int4", Scheme::INT4)] {
         let quantise = Quantise::WithTables { projections, tables: Scheme::INT8 };
-        all.push(of(&format!("{name}, float tables in int8"), quantise));
+        all.push(of(&format!("floats by {name}, their tables by int8"), quantise));
     }
     for tried in &all {
         let Tried { name, dtype, rows_become_int8, .. } = tried;

@@ -154,7 +154,7 @@ fn parse_quantise(text: &str) -> Result<Quantise, String> {
     text.parse().map_err(|_| {
         let schemes = Scheme::NAMED.map(|(name, _)| name).join(", ");
         format!(
-            "unknown scheme {text:?}: expected as-stored, dense, {schemes}, or two of these with + between"
+            "unknown scheme {text:?}: expected as-stored, dense, a scheme ({schemes}), requantise- and a scheme, or two schemes with + between"
         )
     })
 }

@@ -13,6 +13,7 @@ use crate::backing::HostMemory;
 use crate::cuda;
 use crate::error::Error;
 use crate::images::{self, Image, ProgramImages};
+use crate::ladder::refusal;
 use crate::memory::Pool;
 use crate::queue::Queue;
 use crate::simulator::{SimulatedMemory, Simulator};
@@ -200,15 +201,20 @@ impl Device {
         self.fallback
     }
 
-    /// What runs by another floor's kernels or on the CPU, because this device (or one that was made of it) refused
-    /// it: operator, place and reason of each, once. Each was also written to standard error, when it happened.
+    /// What runs by another floor's kernels, on the CPU or by other operators, because this device (or one that was
+    /// made of it) refused it: operator, what stands in and the reason of each, once. Each was also written to standard error, when it happened.
     pub fn fallen(&self) -> Vec<String> {
         self.lock_fallen().clone()
     }
 
-    /// Adds a line to [`Self::fallen`] and writes it to standard error, unless it is there: for what goes on in another
-    /// way by itself where the device refuses one.
-    pub fn say_fallen(&self, line: String) {
+    /// Says that this stands in for an operator, because the device has refused it with this error: for what goes on in
+    /// another way by itself. It is one of [`Self::fallen`].
+    pub fn say_stands_in(&self, op: &str, instead: &str, error: &Error) {
+        self.say_fallen(format!("{op} falls back to {instead}, for {}: {}", self.describe(), refusal(error)));
+    }
+
+    /// Says so, the first time.
+    pub(crate) fn say_fallen(&self, line: String) {
         let mut fallen = self.lock_fallen();
         if !fallen.contains(&line) {
             // Nobody is to stop because nobody reads it.

@@ -169,7 +169,7 @@ impl<R: Rung> Ladder<R> {
 }
 
 /// An error in a line: an assembler's log has many.
-fn refusal(error: &Error) -> String {
+pub(crate) fn refusal(error: &Error) -> String {
     const MOST: usize = 200;
     let mut text = error.to_string();
     if let Some(source) = std::error::Error::source(error) {

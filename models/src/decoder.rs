@@ -56,7 +56,7 @@ impl DecoderLayer {
 /// All weights of a decoder.
 #[derive(Debug)]
 pub struct Decoder {
-    /// `[vocab, hidden]`, as the checkpoint has it, quantised or not.
+    /// `[vocab, hidden]`, quantised or not.
     pub embedding: ProjectionWeight,
     /// The layers.
     pub layers: Vec<DecoderLayer>,

@@ -69,7 +69,7 @@ pub enum Quantise {
     /// Those that are not quantised are, by this scheme, as they are loaded. Tables stay as they are.
     By(Scheme),
     /// The same, and tables of embedding and head that are not quantised are by a scheme of their own. One that ranks
-    /// of a group share as embedding and head stays as it is.
+    /// of a group share as embedding and head stays as it is; a scheme with blocks of rows is an error there.
     WithTables {
         /// For projections and experts.
         projections: Scheme,
@@ -327,7 +327,7 @@ impl<'a> Loader<'a> {
     ) -> Result<ProjectionWeight, Error> {
         self.note_projection(parts.iter().map(|(name, _)| name));
         let rows = height(parts);
-        if let Some(weight) = self.random_packed(self.quantise, [rows, cols.len()])? {
+        if let Some(weight) = self.random_packed(self.random_layout(self.quantise), [rows, cols.len()])? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         if let Some(weight) = self.quantised_by_card(parts, cols, self.quantise, Order::Above)? {
@@ -353,7 +353,8 @@ impl<'a> Loader<'a> {
     pub(super) fn table(&mut self, name: &str, rows: Cut, cols: usize) -> Result<ProjectionWeight, Error> {
         let (parts, cols) = ([(name.to_owned(), rows)], Cut::from(cols));
         let quantise = self.quantise.for_tables();
-        if let Some(weight) = self.random_packed(quantise, [height(&parts), cols.len()])? {
+        let size = [height(&parts), cols.len()];
+        if let Some(weight) = self.random_packed(self.random_layout(quantise), size)? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         if let Some(weight) = self.quantised_by_card(&parts, &cols, quantise, Order::Above)? {
@@ -373,11 +374,8 @@ impl<'a> Loader<'a> {
     ) -> Result<ProjectionWeight, Error> {
         self.note_projection(parts.iter().map(|(name, _)| name));
         let rows = height(parts);
-        if let Some(layout) = self.random_layout()
-            && rows * cols.len() > 0
-        {
-            let layout = GateUp::layout_of(layout);
-            let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
+        let layout = self.random_layout(self.quantise).map(GateUp::layout_of);
+        if let Some(weight) = self.random_packed(layout, [rows, cols.len()])? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         if let Some(weight) = self.quantised_by_card(parts, cols, self.quantise, Order::InTurn)? {
@@ -399,14 +397,10 @@ impl<'a> Loader<'a> {
         Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?))
     }
 
-    /// A matrix of random codes, if there are random weights and these are to be quantised.
-    fn random_packed(&self, quantise: Quantise, size: [usize; 2]) -> Result<Option<Weight>, Error> {
-        match (&self.source, quantise.of_projections()) {
-            (Source::Random { .. }, Some(scheme)) if !size.contains(&0) => {
-                Weight::random(self.stream, scheme.layout(), 1, size, size[0] as u64).map(Some)
-            }
-            _ => Ok(None),
-        }
+    /// A matrix of random codes, if it has elements and a layout of random weights.
+    fn random_packed(&self, layout: Option<Layout>, size: [usize; 2]) -> Result<Option<Weight>, Error> {
+        let layout = layout.filter(|_| !size.contains(&0));
+        layout.map(|layout| Weight::random(self.stream, layout, 1, size, size[0] as u64)).transpose()
     }
 
     /// While it is listed what there is: these are what [`Quantise::By`] quantises.
@@ -417,9 +411,9 @@ impl<'a> Loader<'a> {
     }
 
     /// The layout of random weights, if they are to be quantised.
-    fn random_layout(&self) -> Option<Layout> {
+    fn random_layout(&self, quantise: Quantise) -> Option<Layout> {
         match self.source {
-            Source::Random { .. } => self.quantise.of_projections().map(|scheme| scheme.layout()),
+            Source::Random { .. } => quantise.of_projections().map(|scheme| scheme.layout()),
             _ => None,
         }
     }
@@ -435,7 +429,7 @@ impl<'a> Loader<'a> {
         parts: impl Fn(usize) -> Vec<String>,
     ) -> Result<ProjectionWeight, Error> {
         let shape = [experts.len(), rows.len(), cols.len()];
-        if let Some(layout) = self.random_layout()
+        if let Some(layout) = self.random_layout(self.quantise)
             && !shape.contains(&0)
         {
             let whole = rows.len().is_multiple_of(layout.rows as usize);

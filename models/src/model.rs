@@ -155,6 +155,7 @@ impl Model {
         };
         let config = checkpoint.config().clone();
         check(&config, dtype)?;
+        check_tables(shard.is_some(), quantise)?;
         let part = match &shard {
             Some(shard) => shard.part(checkpoint.unit(quantise)?),
             None => Part::WHOLE,
@@ -184,8 +185,8 @@ impl Model {
         Self::random_quantised(device, config, dtype, Quantise::Dense, seed)
     }
 
-    /// The same with projections and experts in the layout of a scheme ([`Quantise::By`]); each of their codes is as
-    /// likely as the others.
+    /// The same with projections and experts, and perhaps tables, in the layout of a scheme ([`Quantise::By`],
+    /// [`Quantise::WithTables`]); each of their codes is as likely as the others.
     ///
     /// **Errors**: as [`Model::random`], and [`Error::Invalid`] for a scheme whose layout kernels cannot take.
     pub fn random_quantised(
@@ -218,6 +219,7 @@ impl Model {
         seed: u64,
     ) -> Result<Self, Error> {
         check(&config, dtype)?;
+        check_tables(shard.is_some(), quantise)?;
         let part = shard.map_or(Part::WHOLE, |shard| shard.part(quantise.unit()));
         let stream = device.stream()?;
         let parts =
@@ -353,6 +355,17 @@ fn check(config: &ModelConfig, dtype: DType) -> Result<(), Error> {
         return Err(Error::invalid("Model", "dtype", expected, dtype.name()));
     }
     config.check()
+}
+
+/// Ranks share the rows of a head anywhere, also inside of a block.
+fn check_tables(is_shared: bool, quantise: Quantise) -> Result<(), Error> {
+    match quantise {
+        Quantise::WithTables { tables, .. } if is_shared && tables.rows > 1 => {
+            let expected = "tables by a scheme with a scale for each row, where ranks of a group share them";
+            Err(Error::invalid("Model", "quantise", expected, format!("blocks of {} rows", tables.rows)))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// All weights of a model.

@@ -1,6 +1,9 @@
 //! Weights that a card quantises as they are loaded.
 
+use std::ops::ControlFlow;
+
 use testkit::golden;
+use warpforge::group::Group;
 use warpforge::models::{Checkpoint, FeedForward, Mixer, ProjectionWeight, Quantise};
 use warpforge::weight::{ScaleType, Scheme};
 
@@ -124,6 +127,36 @@ fn tables_are_quantised_by_their_own_scheme() -> Outcome {
         let quantise = Quantise::WithTables { projections: Scheme::INT8, tables: Scheme::INT8 };
         let random = Model::random_quantised(&Device::cpu(), config, DType::F32, quantise, 1)?;
         assert_eq!(layouts(&random.decoder().embedding), [Scheme::INT8.layout()], "{name}");
+    }
+    // Ranks of a group: all of the embedding, and rows of a head that is another table, but not inside of blocks.
+    let checkpoint = Checkpoint::open(&golden::folder("qwen3_moe"))?;
+    let group = Group::new(&[Device::cpu(), Device::cpu(), Device::cpu()])?;
+    for (title, tables) in Scheme::NAMED {
+        let quantise = Quantise::WithTables { projections: Scheme::INT8, tables };
+        let parts = group.run(|rank| {
+            let mut go_on = |_| ControlFlow::Continue(());
+            Model::of_rank(rank, &checkpoint, DType::F32, quantise, &mut go_on)
+        });
+        for part in parts {
+            match part {
+                Ok(model) => {
+                    let decoder = model.decoder();
+                    let head = decoder.head.as_ref().ok_or("a head")?;
+                    assert_eq!(
+                        [layouts(&decoder.embedding), layouts(head)].concat(),
+                        [tables.layout(); 2],
+                        "{title}"
+                    );
+                }
+                Err(error) => {
+                    let message = error.to_string();
+                    assert!(
+                        tables.rows > 1 && message.contains("a scale for each row"),
+                        "{title}: {message}"
+                    );
+                }
+            }
+        }
     }
     let stored = Checkpoint::open(&workspace_root().join("tests/golden-quant/gguf_q4_1/model.gguf"))?;
     let quantise = Quantise::WithTables { projections: Scheme::INT8, tables: Scheme::INT8 };

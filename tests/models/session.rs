@@ -363,10 +363,9 @@ fn one_token_in_one_launch() -> Outcome {
         Refuses::Kernels(|entry, _| entry.starts_with("decoder_layers")),
         Refuses::Launches(|entry, _| entry.starts_with("decoder_layers")),
     ] {
-        let refusing = Refusing::new(Card::with_sms(Arch::Sm90a, 5), refuses);
-        let refusing = Device::simulated(Arc::new(refusing))?;
+        let refusing = || Device::simulated(Arc::new(Refusing::new(Card::with_sms(Arch::Sm90a, 5), refuses)));
         for fallback in [Fallback::LowerFloor, Fallback::Cpu] {
-            let device = refusing.with_fallback(fallback);
+            let device = refusing()?.with_fallback(fallback);
             let (got, is_planned) = steps(&device, false)?;
             assert!(!is_planned && got != one && error(&got) <= 0.02, "{refuses:?}, {fallback:?}");
             assert!(*operators.get_or_insert(got.clone()) == got, "{refuses:?}, {fallback:?}");
@@ -375,7 +374,7 @@ fn one_token_in_one_launch() -> Outcome {
                 matches!(&fallen[..], [line] if line.starts_with("decoder_layers falls back to the operators"))
             );
         }
-        let refusal = steps(&refusing, false).unwrap_err().to_string();
+        let refusal = steps(&refusing()?, false).unwrap_err().to_string();
         assert!(refusal.contains("decoder_layers"), "{refuses:?}: {refusal}");
     }
 

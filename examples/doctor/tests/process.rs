@@ -94,7 +94,7 @@ fn json() -> Outcome {
     for (index, formats) in formats.iter().enumerate() {
         let weights = list(formats, "weights")?;
         assert_eq!(weights.len(), WEIGHT_FORMATS.len());
-        for (weight, (name, _)) in std::iter::zip(weights, WEIGHT_FORMATS) {
+        for (weight, (name, _)) in std::iter::zip(weights, WEIGHT_FORMATS.iter().copied()) {
             assert_eq!(weight["weights"], name);
             for key in ["rows_1", "rows_16", "rows_2048"] {
                 let kernel = weight[key].as_str().ok_or(key)?;

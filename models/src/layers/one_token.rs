@@ -161,7 +161,7 @@ fn stand_in(device: &Device, error: Error) -> Result<(), Error> {
     if device.fallback() == Fallback::Error || !error.is_refusal() {
         return Err(error);
     }
-    device.say_fallen(format!("decoder_layers falls back to the operators one by one: {error}"));
+    device.say_stands_in("decoder_layers", "the operators one by one", &error);
     Ok(())
 }
 

@@ -324,7 +324,11 @@ impl<'a> Module<'a, '_> {
     /// NVFP4 of compressed-tensors, whose scales are divided by a number.
     pub(crate) fn nvfp4_packed(&self) -> Result<Option<QuantMatrix<'a>>, TensorProblem> {
         let Some(codes) = self.find("weight_packed") else { return Ok(None) };
-        let factor = Factor::Over(self.require("weight_global_scale")?.number()?);
+        let divisor = self.require("weight_global_scale")?;
+        let factor = match divisor.number()? {
+            number if number.recip().is_finite() => Factor::Over(number),
+            number => return Err(divisor.problem("a number with a finite reciprocal", number.to_string())),
+        };
         self.pairs(codes, &[Dtype::F8_E4M3], ScaleType::E4m3, 16, factor).map(Some)
     }
 

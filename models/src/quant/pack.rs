@@ -8,7 +8,7 @@ use super::{CodeType, Origin, Origins, QuantMatrix};
 
 /// What checkpoints' quantised weights are on a device: formats by their names, and a layout of each. Other types of
 /// scales and sizes of groups are the same kernels'.
-pub const WEIGHT_FORMATS: [(&str, Layout); 16] = {
+pub const WEIGHT_FORMATS: &[(&str, Layout)] = {
     const INT4: Layout = Layout {
         codes: Codes::Int4,
         group: 128,
@@ -19,7 +19,7 @@ pub const WEIGHT_FORMATS: [(&str, Layout); 16] = {
     };
     const GGUF4: Layout = Layout { group: 32, ..INT4 };
     const GGUF8: Layout = Layout { codes: Codes::Int8, ..GGUF4 };
-    [
+    &[
         ("fp8, blocks of 128 x 128", Scheme::FP8.layout()),
         ("fp8, channels or tensors", Scheme::FP8_CHANNEL.layout()),
         ("int8, channels", Scheme::INT8.layout()),

@@ -228,7 +228,7 @@ fn formats_are_listed() -> Outcome {
         };
         (layout.codes, scale, layout.rows > 1, layout.zeros, layout.minimums)
     };
-    let known: Vec<_> = models::WEIGHT_FORMATS.into_iter().map(|(_, layout)| kind(layout)).collect();
+    let known: Vec<_> = models::WEIGHT_FORMATS.iter().map(|(_, layout)| kind(*layout)).collect();
     let mut met = Vec::new();
     for name in GOLDEN {
         let model = Model::from_checkpoint(&Device::cpu(), &opened(name)?, DType::F32, &mut |_| {})?;
@@ -254,7 +254,7 @@ fn formats_are_listed() -> Outcome {
         }
     }
     let unmet: Vec<_> =
-        models::WEIGHT_FORMATS.into_iter().filter(|(_, layout)| !met.contains(&kind(*layout))).collect();
+        models::WEIGHT_FORMATS.iter().filter(|(_, layout)| !met.contains(&kind(*layout))).collect();
     let names: Vec<&str> = unmet.iter().map(|(name, _)| *name).collect();
     assert_eq!(names, [""; 0]);
     Ok(())

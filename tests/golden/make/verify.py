@@ -79,7 +79,8 @@ def quantised(folder, case):
     return error, text + ("" if theirs is None else f"by transformers {check(theirs, case):.1e}")
 
 
-for folder in sorted([*(OUT / "golden").iterdir(), *(OUT / "golden-quant").iterdir()]):
+for folder in sorted(OUT.glob("golden*/*/case.safetensors")):
+    folder = folder.parent
     if folder.name in (sys.argv[1:] or [folder.name]):
         case = load_file(folder / "case.safetensors")
         error, text = (golden if folder.parent.name == "golden" else quantised)(folder, case)
