@@ -202,7 +202,8 @@ impl Device {
     }
 
     /// What runs by another floor's kernels, on the CPU or by other operators, because this device (or one that was
-    /// made of it) refused it: operator, what stands in and the reason of each, once. Each was also written to standard error, when it happened.
+    /// made of it) refused it: operator, what stands in and the reason of each, once. Each was also written to standard
+    /// error, when it happened.
     pub fn fallen(&self) -> Vec<String> {
         self.lock_fallen().clone()
     }
