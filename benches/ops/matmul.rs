@@ -7,7 +7,8 @@ use abi::ops::matmul::{
 use serde_json::json;
 use warpforge::ops::matmul::{
     Act, Activations, Bias, CASES, Epilogue, FP8_VARIANTS, Matmul, MatmulArgs, MatmulCase, MatmulProblem,
-    PackedChoices, Precision, reference, select_packed,
+    PackedChoices, PermuteColumns, PermuteColumnsArgs, PermuteColumnsProblem, Precision, reference,
+    select_packed,
 };
 use warpforge::weight::{Codes, Layout, Quantised, ScaleType, Scheme, Weight, WeightSource};
 use warpforge::{Constant, DType, F8E4M3, Stream, Tensor};
@@ -27,6 +28,10 @@ struct Set {
 pub fn bench(bencher: &mut Bencher) {
     for case in CASES {
         bencher.case("matmul", case.name, |bencher| time(bencher, case));
+    }
+    for (rows, cols) in [1, 8, 128, 2048].into_iter().flat_map(|rows| [2560, 4096, 9728].map(|k| (rows, k))) {
+        let label = format!("{rows}x{cols}");
+        bencher.case("permute_columns", &label, |bencher| permutation(bencher, rows, cols));
     }
     for (name, scheme) in Scheme::NAMED {
         for [n, k] in PACKED_SIZES {
@@ -60,6 +65,33 @@ pub fn bench(bencher: &mut Bencher) {
             }
         }
     }
+}
+
+/// Rows before weights whose columns have an order of their own: of the projections of Qwen3-4B.
+fn permutation(bencher: &mut Bencher, rows: usize, cols: usize) -> Result<(), Failure> {
+    let dtype = DType::BF16;
+    let plan = PermuteColumns::plan(&bencher.device, PermuteColumnsProblem::new(rows, cols, dtype))?;
+    let report = plan.report();
+    let shape = json!({ "rows": rows, "cols": cols });
+    let work = Work { dtype: dtype.name(), shape, bytes: report.bytes, flops: report.flops };
+    if !bencher.starts(work)? {
+        return Ok(());
+    }
+    // Every column once: the factor is a prime that no width has.
+    let order: Vec<u32> = (0..cols).map(|place| (place * 7919 % cols) as u32).collect();
+    let mut sets = bencher.sets(|bencher, seed| {
+        let x = bencher.random(&[rows, cols], dtype, seed)?;
+        let places = Tensor::from_slice(&bencher.stream, &[cols], &order)?;
+        Ok((x, places, Tensor::empty(&bencher.stream, &[rows, cols], dtype)?))
+    })?;
+    let run = |stream: &Stream, (x, order, out): &mut (Tensor, Tensor, Tensor)| {
+        plan.run(stream, PermuteColumnsArgs::new(x.view(), order.view(), out.view_mut()))
+    };
+    let verify = |stream: &Stream, (x, _, out): &(Tensor, Tensor, Tensor)| {
+        let want = reference::permute_columns(&first_row(x, stream)?, cols, &order);
+        if first_row(out, stream)? == want { Ok(()) } else { Err("a row differs from the reference".into()) }
+    };
+    bencher.time(&report, &mut sets, run, verify)
 }
 
 /// Weights of projections: a large one, and those of Qwen3-4B.
@@ -96,6 +128,7 @@ const GGUF: [(&str, Layout); 2] = [
             scale: ScaleType::U8Super,
             zeros: false,
             minimums: true,
+            permuted: false,
         },
     ),
     (
@@ -107,6 +140,7 @@ const GGUF: [(&str, Layout); 2] = [
             scale: ScaleType::I8Super,
             zeros: false,
             minimums: false,
+            permuted: false,
         },
     ),
 ];

@@ -923,6 +923,23 @@ def moe_router(case, shape):
     return Operator(inputs, expected, both(run, "topk and eager"), sample=lambda result: result[1][:1])
 
 
+def permute_columns(case, shape):
+    """Columns in another order, as one indexes them."""
+    dtype, cols = DTYPES[case["dtype"]], shape["cols"]
+
+    def run(x, order):
+        return x.index_select(-1, order)
+
+    def inputs(generator):
+        order = torch.randperm(cols, generator=generator, device=generator.device)
+        return [normal(generator, shape["rows"], cols, dtype=dtype), order]
+
+    def expected(x, order):
+        return x[:1][:, order].float()
+
+    return Operator(inputs, expected, both(run, "torch eager"), sample=lambda out: out[:1])
+
+
 def quantize_rows(case, shape):
     dtype = DTYPES[case["dtype"]]
 
@@ -1239,6 +1256,7 @@ OPERATORS = {
         moe_combine,
         moe_permute,
         moe_router,
+        permute_columns,
         qk_norm_rope,
         quantize_rows,
         quantize_weight,

@@ -5,6 +5,7 @@ mod fp8;
 mod int8;
 mod mistakes;
 pub(crate) mod packed;
+mod permute;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -32,7 +33,7 @@ use case::*;
 
 /// The kernels of this file; the other tests have the others.
 fn of_matrices(entry: &str) -> bool {
-    !packed::is_packed(entry) && !fp8::is_fp8(entry)
+    !packed::is_packed(entry) && !fp8::is_fp8(entry) && !permute::is_permutation(entry)
 }
 
 #[test]
@@ -488,6 +489,7 @@ fn far_rows_are_normed() -> Result<(), Error> {
         scale: ScaleType::Bf16,
         zeros: true,
         minimums: false,
+        permuted: false,
     };
     let fp8 = WeightLayout { codes: Codes::E4m3, group: 0, zeros: false, ..int4 };
     for layout in [None, Some(int4), Some(fp8)] {

@@ -18,6 +18,7 @@
 //!          the even ones and that of the odd ones, each twice: [n / rows][k / group][4]. A gate's and up's rows in
 //!          turn have blocks so, too
 //! minimums, zero points: as the scales
+//! order    [k], 32 bits: which column lies at each place, where they are not in order
 //! supers   [n / 16][k / 256][16 rows], in the same order, binary16: factors of the scales; those of the minimums
 //!          likewise
 //! ```
@@ -254,12 +255,15 @@ pub struct Layout {
     pub zeros: bool,
     /// Whether each scale has a minimum, stored as the scales are.
     pub minimums: bool,
+    /// Whether the columns lie in an order of their own, in which those of a group are neighbours (GPTQ's `desc_act`):
+    /// a `u32` for each of k says which column lies there. Rows that are multiplied are brought into that order first.
+    pub permuted: bool,
 }
 
 impl Layout {
     /// Why the kernels cannot take it, if they cannot.
     pub const fn problem(&self) -> Option<&'static str> {
-        let Layout { codes, group, rows, scale, zeros, minimums } = *self;
+        let Layout { codes, group, rows, scale, zeros, minimums, permuted: _ } = *self;
         if group != 0 && (!group.is_power_of_two() || group < STEP_K || group > 1 << 15) {
             return Some("a group of 16, 32, 64, … 32768, or of all of a row");
         }
@@ -295,6 +299,11 @@ impl Layout {
             return Some("at most 4 zero points for 64 elements of a row");
         }
         None
+    }
+
+    /// Why kernels that take rows as they are given cannot take it, if they cannot: those of experts and tables.
+    pub const fn problem_in_order(&self) -> Option<&'static str> {
+        if self.permuted { Some("columns that are in order") } else { self.problem() }
     }
 
     /// The zero point where none is stored.

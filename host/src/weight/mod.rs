@@ -64,6 +64,12 @@ pub trait WeightSource: Sync {
     fn global(&self) -> f32 {
         1.0
     }
+
+    /// Where the layout is [permuted](Layout::permuted), which column lies at each place: `k` numbers, all that there
+    /// are. Codes and groups are those of places.
+    fn order(&self) -> Option<&[u32]> {
+        None
+    }
 }
 
 impl<P: Deref<Target: WeightSource> + Sync> WeightSource for P {
@@ -97,6 +103,10 @@ impl<P: Deref<Target: WeightSource> + Sync> WeightSource for P {
 
     fn global(&self) -> f32 {
         (**self).global()
+    }
+
+    fn order(&self) -> Option<&[u32]> {
+        (**self).order()
     }
 }
 
@@ -135,6 +145,10 @@ impl<S: WeightSource> WeightSource for RowScales<S> {
     fn global(&self) -> f32 {
         self.0.global()
     }
+
+    fn order(&self) -> Option<&[u32]> {
+        self.0.order()
+    }
 }
 
 /// Some of a matrix's rows, in this order, and of each these columns.
@@ -146,7 +160,7 @@ pub struct Part<S> {
 
 impl<S: WeightSource> Part<S> {
     /// None if they are not in the matrix, or what shares a scale is not taken as a whole: groups of columns, blocks of
-    /// rows (but for the last block).
+    /// rows (but for the last block). Nor of columns in an order of their own, unless it is all of them.
     pub fn new(source: S, rows: Vec<Range<usize>>, cols: Range<usize>) -> Option<Self> {
         let fits = Self::fits(&source.layout(), source.size(), &rows, &cols);
         fits.then_some(Part { source, rows, cols })
@@ -168,7 +182,8 @@ impl<S: WeightSource> Part<S> {
         let are_rows = rows.iter().enumerate().all(is_whole);
         let are_cols = cols.start <= cols.end && cols.end <= k && cols.start.is_multiple_of(group);
         let ends = cols.end == k || cols.end.is_multiple_of(group);
-        are_rows && are_cols && ends
+        let are_in_order = !layout.permuted || *cols == (0..k);
+        are_rows && are_cols && ends && are_in_order
     }
 
     fn row(&self, mut row: usize) -> usize {
@@ -226,10 +241,14 @@ impl<S: WeightSource> WeightSource for Part<S> {
     fn global(&self) -> f32 {
         self.source.global()
     }
+
+    fn order(&self) -> Option<&[u32]> {
+        self.source.order()
+    }
 }
 
-/// The rows of a gate and of up in turn, as one weight: what a gated product takes. Both have the same size, layout
-/// and global scale.
+/// The rows of a gate and of up in turn, as one weight: what a gated product takes. Both have the same size, layout,
+/// global scale and order of columns.
 pub struct GateUp<'a>(pub &'a dyn WeightSource, pub &'a dyn WeightSource);
 
 impl GateUp<'_> {
@@ -283,9 +302,13 @@ impl WeightSource for GateUp<'_> {
     fn global(&self) -> f32 {
         self.0.global()
     }
+
+    fn order(&self) -> Option<&[u32]> {
+        self.0.order()
+    }
 }
 
-/// Matrices of the same width, layout and global scale above each other, as one.
+/// Matrices of the same width, layout, global scale and order of columns above each other, as one.
 pub struct Stack<S> {
     sources: Vec<S>,
     n: usize,
@@ -301,6 +324,7 @@ impl<S: WeightSource> Stack<S> {
             source.layout() == layout
                 && cols == k
                 && source.global() == first.global()
+                && source.order() == first.order()
                 && n.is_multiple_of(layout.rows as usize)
         });
         let n = sources.iter().map(|source| source.size()[0]).sum();
@@ -357,6 +381,10 @@ impl<S: WeightSource> WeightSource for Stack<S> {
     fn global(&self) -> f32 {
         self.sources[0].global()
     }
+
+    fn order(&self) -> Option<&[u32]> {
+        self.sources[0].order()
+    }
 }
 
 /// A packed weight `[n, k]`, or one for each expert.
@@ -369,6 +397,8 @@ pub struct Weight {
     globals: Vec<f32>,
     /// The same in device memory, where the layout has them and experts differ.
     device_globals: Option<Tensor>,
+    /// `[k]` u32: the column at each place, where the layout is permuted.
+    order: Option<Constant>,
     /// Constants, which kernels may read ahead.
     tensors: Tensors<Constant>,
 }
@@ -381,6 +411,7 @@ pub(crate) struct Unmade {
     k: usize,
     globals: Vec<f32>,
     device_globals: Option<Tensor>,
+    order: Option<Tensor>,
     tensors: Tensors<Tensor>,
 }
 
@@ -468,9 +499,10 @@ impl Unmade {
     ///
     /// **Errors**: [`Error::Driver`].
     pub(crate) fn finish(self, stream: &Stream) -> Result<Weight, Error> {
-        let Unmade { layout, experts, n, k, globals, device_globals, tensors } = self;
+        let Unmade { layout, experts, n, k, globals, device_globals, order, tensors } = self;
+        let order = order.map(|order| Constant::new(order, stream)).transpose()?;
         let tensors = tensors.map(|tensor| Constant::new(tensor, stream))?;
-        Ok(Weight { layout, experts, n, k, globals, device_globals, tensors })
+        Ok(Weight { layout, experts, n, k, globals, device_globals, order, tensors })
     }
 }
 
@@ -613,7 +645,13 @@ impl Weight {
     /// Bytes that it takes.
     pub fn bytes(&self) -> usize {
         let tensors = self.tensors.each().into_iter().flatten().map(|tensor| tensor.bytes());
-        tensors.sum::<usize>() + self.device_globals.as_ref().map_or(0, Tensor::bytes)
+        let order = self.order.as_ref().map_or(0, |order| order.bytes());
+        tensors.sum::<usize>() + self.device_globals.as_ref().map_or(0, Tensor::bytes) + order
+    }
+
+    /// `[k]` u32, where the layout is [permuted](Layout::permuted): the column at each place.
+    pub fn order(&self) -> Option<TensorView<'_>> {
+        self.order.as_ref().map(|order| order.view())
     }
 
     /// The matrix that it stands for, of which nothing may be read: for checks of sizes and places.
@@ -685,7 +723,9 @@ impl Views for &Weight {
         let tensors = Tensors { codes, scales, zeros, minimums, supers, super_minimums };
         let device_globals = self.device_globals.as_ref();
         let device_globals = device_globals.map(|globals| mirror.tensor(name, globals)).transpose()?;
-        let weight = Weight { layout, experts, n, k, globals: self.globals.clone(), device_globals, tensors };
+        let order = self.order.as_ref().map(|order| mirror.constant(name, order)).transpose()?;
+        let globals = self.globals.clone();
+        let weight = Weight { layout, experts, n, k, globals, device_globals, order, tensors };
         // SAFETY: put among the arguments.
         *self = unsafe { mirror.hold(weight) };
         Ok(())

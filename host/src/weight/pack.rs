@@ -25,6 +25,7 @@ pub(super) fn pack<S: WeightSource>(
     let (layout, [n, k]) = (first.layout(), first.size());
     check_experts(&layout, experts, [n, k])?;
     let mut weight = empty(stream, &layout, experts, [n, k])?;
+    weight.order = order(stream, &first)?;
     let counts = weight.counts();
     let mut at = Offsets::default();
     let mut first = Some(first);
@@ -57,6 +58,37 @@ pub(super) fn pack<S: WeightSource>(
     weight.finish(stream)
 }
 
+/// The order of a matrix's columns, uploaded.
+///
+/// **Errors**: [`Error::Invalid`] unless it is one, and there where the layout says so.
+fn order(stream: &Stream, source: &impl WeightSource) -> Result<Option<Tensor>, Error> {
+    let ([_, k], is_permuted) = (source.size(), source.layout().permuted);
+    let order = match (source.order(), is_permuted) {
+        (None, false) => return Ok(None),
+        (Some(order), true) => order,
+        (_, false) => {
+            return Err(Error::invalid(OP, "source", "no order of columns, as the layout says", "one"));
+        }
+        (_, true) => {
+            return Err(Error::invalid(OP, "source", "an order of columns, as the layout says", "none"));
+        }
+    };
+    let mut seen = vec![false; k];
+    let is_new =
+        |&&column: &&u32| seen.get_mut(column as usize).is_some_and(|seen| !std::mem::replace(seen, true));
+    let found = order.iter().filter(is_new).count();
+    if order.len() != k || found != k {
+        let expected = format!("an order of {k} columns, each of them once");
+        return Err(Error::invalid(
+            OP,
+            "source",
+            expected,
+            format!("{} numbers, {found} of them", order.len()),
+        ));
+    }
+    Tensor::from_slice(stream, &[k], order).map(Some)
+}
+
 /// **Errors**: [`Error::Invalid`] unless there are experts, kernels take the layout, and experts are whole blocks.
 pub(super) fn check_experts(layout: &Layout, experts: usize, [n, k]: [usize; 2]) -> Result<(), Error> {
     if experts == 0 {
@@ -67,6 +99,10 @@ pub(super) fn check_experts(layout: &Layout, experts: usize, [n, k]: [usize; 2])
     }
     for (name, size) in [("n", n), ("k", k), ("experts", experts)] {
         check_size(OP, "source", name, size)?;
+    }
+    if layout.permuted && experts > 1 {
+        let expected = "columns that are in order, of several experts";
+        return Err(Error::invalid(OP, "layout", expected, format!("{layout:?}")));
     }
     if layout.rows > 1 && experts > 1 && !n.is_multiple_of(layout.rows as usize) {
         let expected = format!("experts of whole blocks of {} rows", layout.rows);
@@ -103,7 +139,16 @@ pub(super) fn empty(
         supers: optional(layout.scale.has_supers(), super_bytes)?,
         super_minimums: optional(layout.scale.has_supers() && layout.minimums, super_bytes)?,
     };
-    Ok(Unmade { layout: *layout, experts, n, k, globals: Vec::new(), device_globals: None, tensors })
+    Ok(Unmade {
+        layout: *layout,
+        experts,
+        n,
+        k,
+        globals: Vec::new(),
+        device_globals: None,
+        order: None,
+        tensors,
+    })
 }
 
 /// Bytes that are drawn at a time; of a larger tensor they are repeated.
@@ -167,6 +212,11 @@ pub(super) fn random(
     fill(stream, tensors.minimums.as_mut(), std::iter::repeat(0))?;
     fill(stream, tensors.supers.as_mut(), half.into_iter().cycle())?;
     fill(stream, tensors.super_minimums.as_mut(), half.into_iter().cycle())?;
+    if layout.permuted {
+        // The last column first.
+        let order: Vec<u32> = (0..k as u32).rev().collect();
+        weight.order = Some(Tensor::from_slice(stream, &[k], &order)?);
+    }
     weight.finish(stream)
 }
 

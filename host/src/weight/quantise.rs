@@ -73,7 +73,7 @@ impl Scheme {
     /// The layout of what it makes.
     pub const fn layout(&self) -> Layout {
         let Scheme { codes, group, rows, scale, asymmetric, .. } = *self;
-        Layout { codes, group, rows, scale, zeros: asymmetric, minimums: false }
+        Layout { codes, group, rows, scale, zeros: asymmetric, minimums: false, permuted: false }
     }
 
     /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, or a scale type that is no scheme's.

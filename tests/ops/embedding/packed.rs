@@ -125,6 +125,7 @@ fn packed_mistakes() -> Result<(), Error> {
         scale: ScaleType::F16,
         zeros: false,
         minimums: false,
+        permuted: false,
     };
     let device = Device::cpu();
     let stream = device.stream()?;

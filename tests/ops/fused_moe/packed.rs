@@ -286,6 +286,7 @@ fn packed_bad_input() {
         scale: ScaleType::Bf16,
         zeros: false,
         minimums: false,
+        permuted: false,
     };
     let plain = FusedMoeProblem::new(1, [2, 3], [64, 32], DType::BF16);
     let problem = FusedMoeProblem { gate_up: Some(layout), down: Some(layout), ..plain };

@@ -26,6 +26,7 @@ const LAYOUT: WeightLayout = WeightLayout {
     scale: ScaleType::F32,
     zeros: false,
     minimums: false,
+    permuted: false,
 };
 
 fn case() -> impl Strategy<Value = PackedCase> {

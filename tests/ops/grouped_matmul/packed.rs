@@ -219,6 +219,7 @@ const LAYOUT: WeightLayout = WeightLayout {
     scale: ScaleType::F16,
     zeros: true,
     minimums: false,
+    permuted: false,
 };
 
 /// Experts with rows far more than average, a few and none: unpacked one, two and all at a time, by what takes rows in

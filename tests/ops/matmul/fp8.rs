@@ -26,6 +26,7 @@ const BLOCKS: WeightLayout = WeightLayout {
     scale: ScaleType::F32,
     zeros: false,
     minimums: false,
+    permuted: false,
 };
 /// A scale for each row.
 const CHANNELS: WeightLayout = WeightLayout { group: 0, rows: 1, scale: ScaleType::Bf16, ..BLOCKS };

@@ -17,7 +17,7 @@ use warpforge::ops::matmul::{
 };
 use warpforge::ops::quantize_weight::reference;
 use warpforge::ops::rmsnorm::NormWeight;
-use warpforge::weight::{GateUp, Weight, WeightSource};
+use warpforge::weight::{GateUp, Part, Stack, Weight, WeightSource};
 use warpforge::{Arch, DType, Device, Error, F8E4M3, Tensor};
 
 use super::case::*;
@@ -35,6 +35,8 @@ pub(crate) struct Source {
     zeros: Vec<u8>,
     minimums: Vec<u32>,
     supers: Vec<[u16; 2]>,
+    /// The column at each place, if the layout is permuted: of all matrices of this width the same.
+    order: Option<Vec<u32>>,
     pub(crate) global: f32,
 }
 
@@ -85,7 +87,12 @@ impl Source {
         let mut half = || f16::from_f32(0.001 * (0.5 + random.uniform()) as f32).to_bits();
         let supers = (0..n * k.div_ceil(256)).map(|_| [half(), half()]).collect();
         let global = if layout.scale == ScaleType::E4m3 { 0.003 } else { 1.0 };
-        Source { size: [n, k], layout, codes, scales, zeros, minimums, supers, global }
+        let order = layout.permuted.then(|| {
+            let (mut order, mut random) = ((0..k as u32).collect::<Vec<_>>(), Rng::new(k as u64));
+            (1..k).for_each(|last| order.swap(last, random.below(last + 1)));
+            order
+        });
+        Source { size: [n, k], layout, codes, scales, zeros, minimums, supers, order, global }
     }
 
     fn index(&self, row: usize, group: usize) -> usize {
@@ -127,6 +134,7 @@ impl Source {
         };
         let mut values = Vec::new();
         for row in 0..n {
+            let first = values.len();
             for col in 0..k {
                 let group = if self.layout.group == 0 { 0 } else { col / self.layout.group as usize };
                 let index = self.index(row, group);
@@ -148,6 +156,10 @@ impl Source {
                 let minimum =
                     if self.layout.minimums { number(self.minimums[index], factor[1]) } else { 0.0 };
                 values.push(value_of(value, scale, minimum));
+            }
+            if let Some(order) = &self.order {
+                let places = values[first..].to_vec();
+                std::iter::zip(order, places).for_each(|(&col, value)| values[first + col as usize] = value);
             }
         }
         values
@@ -189,9 +201,13 @@ impl WeightSource for Source {
     fn global(&self) -> f32 {
         self.global
     }
+
+    fn order(&self) -> Option<&[u32]> {
+        self.order.as_deref()
+    }
 }
 
-/// Every layout that kernels take, but for blocks of more rows.
+/// Every layout that kernels take, but for blocks of more rows, and with columns in order.
 pub(crate) fn layouts() -> Vec<WeightLayout> {
     let mut layouts = Vec::new();
     for codes in Codes::ALL {
@@ -199,7 +215,8 @@ pub(crate) fn layouts() -> Vec<WeightLayout> {
             for scale in ScaleType::ALL {
                 for rows in [1, 16, 128] {
                     for (zeros, minimums) in [(false, false), (true, false), (false, true)] {
-                        layouts.push(WeightLayout { codes, group, rows, scale, zeros, minimums });
+                        let permuted = false;
+                        layouts.push(WeightLayout { codes, group, rows, scale, zeros, minimums, permuted });
                     }
                 }
             }
@@ -235,7 +252,9 @@ fn packed() -> impl Strategy<Value = PackedCase> {
     let parts = (floats(), m, dims_from(1, &[16, 32], 90), k, epilogue, any::<bool>());
     // To f32: all that kernels of few rows do so, and anything.
     let to_f32 = prop_oneof![3 => Just((false, false)), 1 => Just((true, true)), 1 => Just((true, false))];
-    (parts, select(layouts()), (place(), place()), (to_f32, any::<u64>())).prop_map(
+    let layout = (select(layouts()), prop_oneof![3 => Just(false), 1 => Just(true)])
+        .prop_map(|(layout, permuted)| WeightLayout { permuted, ..layout });
+    (parts, layout, (place(), place()), (to_f32, any::<u64>())).prop_map(
         |((dtype, m, n, k, epilogue, bias), layout, (a_layout, out_layout), ((to_f32, is_plain), seed))| {
             let scale = epilogue.scale;
             let epilogue = if is_plain { Epilogue { scale, ..Epilogue::NONE } } else { epilogue };
@@ -345,6 +364,7 @@ impl PackedCase {
         sources: &[Source; 2],
     ) -> Result<(), TestCaseError> {
         let weight = self.pack(device, sources)?;
+        prop_assert_eq!(weight.order().is_some(), self.layout.permuted);
         let variant = plan.report().variant;
         let inputs = self.inputs(sources, variant.contains("unpack"));
         let got = product_of(device, plan, &self.case, &inputs, Some(&weight))?;
@@ -563,6 +583,7 @@ fn packed_weights_are_read_ahead() -> Result<(), Error> {
         scale: ScaleType::F16,
         zeros: false,
         minimums: false,
+        permuted: false,
     };
     let (n, k) = (72, 256);
     for (offset, rows, wanted) in [
@@ -598,6 +619,7 @@ fn packed_mistakes() -> Result<(), Error> {
         scale: ScaleType::F16,
         zeros: false,
         minimums: false,
+        permuted: false,
     };
     let weight = Weight::pack(&stream, &Source::new([32, 64], layout, 1))?;
     let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(2, 32, 64, DType::F32) };
@@ -620,5 +642,60 @@ fn packed_mistakes() -> Result<(), Error> {
     refused(MatmulProblem { weight: Some(bad), ..problem }, (&weight).into(), "a group of 16, 32");
     let message = Weight::pack(&stream, &Source::new([32, 64], WeightLayout { group: 8, ..layout }, 1));
     assert!(message.expect_err("a group of 8").to_string().contains("a group of 16, 32"));
+    Ok(())
+}
+
+/// An order of columns that is none, or is not where it should be; and what takes no such weight.
+#[test]
+fn permuted_mistakes() -> Result<(), Error> {
+    let layout = WeightLayout { permuted: true, ..layouts()[0] };
+    let device = Device::cpu();
+    let stream = device.stream()?;
+    let pack = |layout: WeightLayout, order: Option<Vec<u32>>| {
+        let source = Source { order, ..Source::new([16, 8], layout, 1) };
+        Weight::pack(&stream, &source).map(|_| ()).map_err(|error| error.to_string())
+    };
+    let ordered = WeightLayout { permuted: false, ..layout };
+    let order: Vec<u32> = (0..8).rev().collect();
+    assert_eq!(pack(layout, Some(order.clone())), Ok(()));
+    let refused = [
+        (layout, None, "an order of columns, as the layout says, got none"),
+        (ordered, Some(order.clone()), "no order of columns, as the layout says, got one"),
+        (
+            layout,
+            Some(order[1..].to_vec()),
+            "an order of 8 columns, each of them once, got 7 numbers, 7 of them",
+        ),
+        (layout, Some(vec![0, 1, 2, 3, 3, 5, 6, 7]), "got 8 numbers, 7 of them"),
+        (layout, Some(vec![0, 1, 2, 3, 4, 5, 6, u32::MAX]), "got 8 numbers, 7 of them"),
+        (layout, Some([&order[..], &[8]].concat()), "got 9 numbers, 8 of them"),
+    ];
+    for (layout, order, expected) in refused {
+        let message = pack(layout, order).expect_err(expected);
+        assert!(message.starts_with("Weight::pack: source: ") && message.contains(expected), "{message}");
+    }
+    let of_experts = Weight::pack_experts(&stream, 2, |_| Ok(Source::new([16, 8], layout, 1)));
+    let message = of_experts.expect_err("experts").to_string();
+    assert!(message.contains("columns that are in order, of several experts"), "{message}");
+
+    let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(1, 16, 8, DType::BF16) };
+    let norm = Some(RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+    let message =
+        Matmul::supports(&device, &MatmulProblem { norm, ..problem }).expect_err("a norm").to_string();
+    assert!(message.contains("no norm of rows that are brought into a weight's order"), "{message}");
+    // Two weights of different orders are no stack; nor is some of one's columns a part.
+    let source = || Source::new([16, 8], layout, 1);
+    let other = Source { order: Some((0..8).rev().collect()), ..source() };
+    assert!(Stack::new(vec![source(), other]).is_none() && Stack::new(vec![source(), source()]).is_some());
+    let cut = |cols| Part::new(source(), vec![0..8], cols).is_some();
+    assert!(cut(0..8) && !cut(0..4));
+    // A plan takes no weight that is packed in another order than planned.
+    let weight = Weight::pack(&stream, &Source::new([16, 8], ordered, 1))?;
+    let a = Tensor::zeros(&stream, &[1, 8], DType::BF16)?;
+    let mut out = Tensor::zeros(&stream, &[1, 16], DType::BF16)?;
+    let plan = Matmul::plan(&device, problem)?;
+    let run = plan.run(&stream, MatmulArgs::new(a.view(), &weight, out.view_mut()));
+    let message = run.expect_err("another layout").to_string();
+    assert!(message.contains("permuted: true") && message.contains("permuted: false"), "{message}");
     Ok(())
 }

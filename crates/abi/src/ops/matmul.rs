@@ -3,11 +3,16 @@
 use crate::{Arch, DType};
 
 mod packed;
+mod permute;
 mod timing;
 
 pub use packed::{
     PACKED_AHEAD_VARIANTS, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PACKED_WGMMA_VARIANTS, PackedTile,
     PackedVariant, UNPACK_VARIANTS, UnpackVariant, WGMMA_PACKED_STAGES, WGMMA_PACKED_STAGES_OF_A,
+};
+pub use permute::{
+    PERMUTE_BLOCK_PIECES_LOG2, PERMUTE_PIECE, PERMUTE_THREADS, PERMUTE_VARIANTS, PermuteColumnsDims,
+    PermuteColumnsVariant,
 };
 pub use timing::{TIME_TERMS, TileKind, TimedTile};
 

@@ -40,6 +40,7 @@ macro_rules! for_each_operator {
             matmul "matmul" [
                 VARIANTS AHEAD_VARIANTS MMA_VARIANTS STREAM_VARIANTS STREAM_NORMED_VARIANTS WGMMA_VARIANTS PACKED_VARIANTS
                 PACKED_MMA_VARIANTS PACKED_AHEAD_VARIANTS PACKED_WGMMA_VARIANTS UNPACK_VARIANTS FP8_VARIANTS
+                PERMUTE_VARIANTS
             ];
             matmul_i8 "matmul_i8" [VARIANTS MMA_VARIANTS WGMMA_VARIANTS QUANTIZE_VARIANTS];
             moe_combine "moe_combine" [VARIANTS];

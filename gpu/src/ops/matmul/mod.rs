@@ -13,6 +13,7 @@
 //! | `Swapped` | dozens to hundreds of rows, from sm_90a on | a block or a cluster per tile: `matmul::swapped_wgmma` |
 //! | fp8 | many rows that are made fp8, packed fp8 weights | persistent blocks, 128 × 128 to 192 × 128: `matmul::fp8` |
 //! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed` and the files beside it |
+//! | `PermuteColumns` | rows before weights whose columns are in another order | a thread per 8 columns: `permute` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or
 //! registers, sums are f32, and out is rounded once, behind all of the [`crate::matmul::epilogue`]. Of several products
@@ -23,6 +24,7 @@ mod packed;
 mod packed_ahead;
 #[cfg(not(lacks_wgmma))]
 mod packed_wgmma;
+mod permute;
 mod unpack;
 
 #[cfg(not(lacks_mma_sync))]

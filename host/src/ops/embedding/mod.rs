@@ -111,7 +111,7 @@ impl Operator for Embedding {
 
     fn check_problem(problem: &EmbeddingProblem) -> Result<(), Error> {
         let EmbeddingProblem { tokens, vocab, cols, dtype, weight } = *problem;
-        if let Some(expected) = weight.and_then(|layout| layout.problem()) {
+        if let Some(expected) = weight.and_then(|layout| layout.problem_in_order()) {
             return Err(Error::invalid(
                 OP,
                 "problem",

@@ -125,6 +125,7 @@ mod tests {
             scale: ScaleType::F16,
             zeros: false,
             minimums: false,
+            permuted: false,
         };
         for (dtype, codes, cols, entry, threads) in [
             (DType::BF16, Codes::Int8, 1024, "embedding_bf16_int8__packed__sm61", 64),

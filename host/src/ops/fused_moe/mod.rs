@@ -359,6 +359,11 @@ impl Operator for FusedMoe {
                     format!("{problem:?}"),
                 );
             }
+            for layout in [experts, shared].into_iter().flatten() {
+                if let Some(expected) = layout.problem_in_order() {
+                    return refuse(expected, format!("{layout:?}"));
+                }
+            }
             if experts.is_some() && !inner.is_multiple_of(TILE_ROWS as usize) {
                 return refuse("an inner that is a multiple of 16, of packed weights", inner.to_string());
             }

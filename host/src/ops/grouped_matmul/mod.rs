@@ -543,7 +543,7 @@ fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
         return Err(Error::invalid(OP, "problem", "plain weights of a gated product", "packed ones"));
     }
     if let Some(layout) = weight
-        && let Some(expected) = layout.problem()
+        && let Some(expected) = layout.problem_in_order()
     {
         let got = format!("{layout:?}");
         return Err(Error::invalid(OP, "problem", format!("weights with {expected}"), got));

@@ -521,6 +521,7 @@ mod tests {
         scale: ScaleType::Bf16,
         zeros: false,
         minimums: false,
+        permuted: false,
     };
 
     #[test]

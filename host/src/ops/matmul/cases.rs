@@ -3,7 +3,10 @@
 use abi::DType;
 use abi::ops::glu::Activation;
 
-use super::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, OP, Precision, Residual};
+use super::{
+    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, OP, PermuteColumns, PermuteColumnsArgs,
+    PermuteColumnsProblem, Precision, Residual,
+};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
@@ -79,6 +82,12 @@ pub const CASES: &[MatmulCase] = cases! {
         plain("anchor 16x4096x4096", 16, 4096, 4096),
         plain("anchor 64x4096x4096", 64, 4096, 4096),
         plain("anchor 1x19456x2560", 1, 19456, 2560),
+        // Beside int8 and packed weights of these sizes.
+        plain("anchor 128x4096x4096", 128, 4096, 4096),
+        plain("anchor 1x28672x8192", 1, 28672, 8192),
+        plain("anchor 16x28672x8192", 16, 28672, 8192),
+        plain("anchor 64x28672x8192", 64, 28672, 8192),
+        plain("anchor 4096x28672x8192", 4096, 28672, 8192),
         plain("anchor 128x16384x4096", 128, 16384, 4096),
         fused("anchor 128x16384x4096 gelu", 128, 16384, 4096, Act::Of(Activation::GeluErf)),
         fused("anchor 128x16384x4096 gelu tanh", 128, 16384, 4096, Act::Of(Activation::GeluTanh)),
@@ -170,5 +179,11 @@ pub fn samples(device: &Device, m: usize, dtype: DType) -> Result<Vec<Sample>, E
         };
         plan.run(stream, args)
     });
-    Ok(vec![sample])
+    let plan = PermuteColumns::plan(device, PermuteColumnsProblem::new(m, k, dtype))?;
+    let tensors =
+        [tensor("x", &[m, k], dtype), tensor("order", &[k], DType::U32), tensor("out", &[m, k], dtype)];
+    let permutation = Sample::new("permute_columns", tensors, move |stream, [x, order, out]| {
+        plan.run(stream, PermuteColumnsArgs::new(x.as_view(), order.as_view(), out.reborrow()))
+    });
+    Ok(vec![sample, permutation])
 }

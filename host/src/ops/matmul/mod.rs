@@ -7,6 +7,7 @@ mod dot;
 mod fp8;
 mod int8;
 mod packed;
+mod permute;
 mod planned;
 pub mod reference;
 pub(crate) mod select;
@@ -48,6 +49,7 @@ pub(crate) use packed::{
     FEW_MAX_ROWS_E6M9, INVARIANT_ROWS, split_log2 as packed_split_log2, takes, unpacks_early,
 };
 pub use packed::{PackedChoice, PackedChoices, select as select_packed};
+pub use permute::{PermuteColumns, PermuteColumnsArgs, PermuteColumnsProblem, PermuteColumnsVariant};
 pub use select::{MatmulChoice, select};
 
 const OP: &str = "matmul";
@@ -171,7 +173,8 @@ pub struct MatmulProblem {
     pub bias: Bias,
     /// What becomes of them then.
     pub epilogue: Epilogue,
-    /// How b is packed; none if it is a plain matrix.
+    /// How b is packed; none if it is a plain matrix. Of a [permuted](Layout::permuted) layout the rows of a are
+    /// brought into its order first ([`PermuteColumns`]), in memory that the plan has for m of them.
     pub weight: Option<Layout>,
     /// What may become of a.
     pub activations: Activations,
@@ -440,7 +443,7 @@ impl Matmul {
             Some(limits) => {
                 Planned::with_packed(device, problem, packed::forced(&limits, &problem, variant)?)
             }
-            None => Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu }),
+            None => Planned { device: device.clone(), problem, backend: Backend::Cpu }.permuted(),
         };
         Ladder::from_rung(device, problem, planned).map(Matmul)
     }

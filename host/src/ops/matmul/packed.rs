@@ -285,6 +285,10 @@ pub(super) fn check_problem(problem: &MatmulProblem, layout: &Layout) -> Result<
         let got = problem.batch.to_string();
         return Err(Error::invalid(OP, "problem", "batch 1 with a packed weight", got));
     }
+    if layout.permuted && problem.norm.is_some() {
+        let expected = "no norm of rows that are brought into a weight's order";
+        return Err(Error::invalid(OP, "problem", expected, "one"));
+    }
     if problem.is_gated() && problem.bias == Bias::PerColumn {
         return Err(Error::invalid(OP, "problem", "no bias with a packed gate and up", "a bias"));
     }
@@ -557,6 +561,7 @@ mod tests {
         scale: ScaleType::Bf16,
         zeros: false,
         minimums: false,
+        permuted: false,
     };
 
     #[test]

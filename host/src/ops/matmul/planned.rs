@@ -2,6 +2,7 @@
 
 use super::int8::Int8;
 use super::packed::PackedKernels;
+use super::permute::Permuted;
 use super::*;
 
 /// A product, planned for a floor of a card, or the CPU.
@@ -30,6 +31,8 @@ pub(super) enum Backend {
     Packed(Box<PackedKernels>),
     /// Of int8 by int8.
     Int8(Box<Int8>),
+    /// With a packed weight whose columns have an order of their own.
+    Permuted(Box<Permuted>),
 }
 
 impl Rung for Planned {
@@ -72,7 +75,7 @@ impl Rung for Planned {
             return Self::int8(device, problem);
         }
         let Some(limits) = device.limits() else {
-            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
+            return Planned { device: device.clone(), problem, backend: Backend::Cpu }.permuted();
         };
         if problem.weight.is_none() && limits.is_invariant() {
             let tensor = select::invariant(&limits, &problem).into_iter().collect();
@@ -105,7 +108,7 @@ impl Rung for Planned {
             return Err(Error::invalid(OP, "problem", "a product of floats", got));
         }
         let Some(limits) = device.limits() else {
-            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
+            return Planned { device: device.clone(), problem, backend: Backend::Cpu }.permuted();
         };
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
         match variant.tile {
@@ -140,8 +143,10 @@ impl Rung for Planned {
         let MatmulProblem { m, dtype, out_dtype, .. } = self.problem;
         let at = Check::new(OP, &self.device);
         at.stream(stream)?;
-        if let Backend::Int8(int8) = &self.backend {
-            return int8.run(&at, (stream, &self.problem), args);
+        match &self.backend {
+            Backend::Int8(int8) => return int8.run(&at, (stream, &self.problem), args),
+            Backend::Permuted(permuted) => return permuted.run(&at, stream, args),
+            _ => {}
         }
         let Some(Launch { batch, mut dims, how, b, up }) = self.check(&at, args)? else { return Ok(()) };
         let mut args = args.reborrow();
@@ -181,7 +186,7 @@ impl Rung for Planned {
                 }
                 kernels.run(stream, (args, weight), dims, (&how, &self.norm_of(dims.k)))
             }
-            Backend::Int8(_) => Ok(()),
+            Backend::Int8(_) | Backend::Permuted(_) => Ok(()),
             Backend::Cpu => {
                 let activation = match self.problem.epilogue.act {
                     Act::None => None,
@@ -286,6 +291,7 @@ impl Rung for Planned {
                 OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
             Backend::Int8(int8) => int8.report(),
+            Backend::Permuted(permuted) => permuted.report(),
             Backend::Packed(kernels) => {
                 let (entry, cut) = kernels.report([m, b_rows, k]);
                 OptimizationReport::new(OP, &self.device, entry, work, cut)
@@ -336,7 +342,7 @@ impl Planned {
         choices: PackedChoices,
     ) -> Result<Self, Error> {
         let backend = Backend::Packed(Box::new(PackedKernels::new(device, &problem, choices)?));
-        Ok(Planned { device: device.clone(), problem, backend })
+        Planned { device: device.clone(), problem, backend }.permuted()
     }
 
     /// The fastest of the tensor cores' kernels for a launch; none if they cannot take the operands in pieces.

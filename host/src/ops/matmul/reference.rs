@@ -77,3 +77,11 @@ pub fn fused<A: Real>(
     }
     out
 }
+
+/// Rows of `cols` with their columns in this order; see [`super::PermuteColumns`].
+pub fn permute_columns(x: &[f64], cols: usize, order: &[u32]) -> Vec<f64> {
+    let of_row = |row: &[f64]| -> Vec<f64> {
+        order.iter().map(|&from| row.get(from as usize).copied().unwrap_or(0.0)).collect()
+    };
+    x.chunks(cols.max(1)).flat_map(of_row).collect()
+}

@@ -17,6 +17,8 @@ pub const CASES: &[MatmulCase] = cases! {
     one: [
         plain("anchor 4096", 4096, 4096, 4096),
         plain("anchor 8192", 8192, 8192, 8192),
+        plain("anchor 128x4096x4096", 128, 4096, 4096),
+        plain("anchor 128x16384x4096", 128, 16384, 4096),
     ];
     phases: [
         "qwen3-0.6b qkv" => (QWEN3_0_6B.qkv(), QWEN3_0_6B.hidden),
