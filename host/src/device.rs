@@ -13,7 +13,6 @@ use crate::backing::HostMemory;
 use crate::cuda;
 use crate::error::Error;
 use crate::images::{self, Image, ProgramImages};
-use crate::ladder::refusal;
 use crate::memory::Pool;
 use crate::queue::Queue;
 use crate::simulator::{SimulatedMemory, Simulator};
@@ -211,7 +210,11 @@ impl Device {
     /// Says that this stands in for an operator, because the device has refused it with this error: for what goes on in
     /// another way by itself. It is one of [`Self::fallen`].
     pub fn say_stands_in(&self, op: &str, instead: &str, error: &Error) {
-        self.say_fallen(format!("{op} falls back to {instead}, for {}: {}", self.describe(), refusal(error)));
+        self.say_fallen(format!(
+            "{op} falls back to {instead}, for {}: {}",
+            self.describe(),
+            error.in_a_line()
+        ));
     }
 
     /// Says so, the first time.

@@ -270,4 +270,19 @@ impl Error {
             _ => false,
         }
     }
+
+    /// The error and what it comes from in a line: an assembler's log has many.
+    pub(crate) fn in_a_line(&self) -> String {
+        const MOST: usize = 200;
+        let mut text = self.to_string();
+        if let Some(source) = std::error::Error::source(self) {
+            text = format!("{text}: {source}");
+        }
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+        let mut line = lines.collect::<Vec<_>>().join("; ");
+        if line.chars().count() > MOST {
+            line = line.chars().take(MOST).chain(['…']).collect();
+        }
+        line
+    }
 }

@@ -102,7 +102,7 @@ impl<R: Rung> Ladder<R> {
         for lower in above.lower() {
             match R::plan(&lower, problem) {
                 Ok(rung) => {
-                    let refused = format!("for {}: {}", above.describe(), refusal(&error));
+                    let refused = format!("for {}: {}", above.describe(), error.in_a_line());
                     device.say_fallen(format!("{} falls back to {}, {refused}", R::OP, lower.describe()));
                     return Ok(Self::new(rung, device, problem, Some(refused)));
                 }
@@ -166,18 +166,4 @@ impl<R: Rung> Ladder<R> {
         let last = self.last();
         OptimizationReport { fallback: last.refused.clone(), ..last.rung.report() }
     }
-}
-
-/// An error in a line: an assembler's log has many.
-pub(crate) fn refusal(error: &Error) -> String {
-    const MOST: usize = 200;
-    let mut text = error.to_string();
-    if let Some(source) = std::error::Error::source(error) {
-        text = format!("{text}: {source}");
-    }
-    let mut line = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
-    if line.chars().count() > MOST {
-        line = line.chars().take(MOST).chain(['…']).collect();
-    }
-    line
 }
