@@ -282,7 +282,7 @@ fn load(
     bar.finish_and_clear();
     note(format_args!("loaded in {:.2} s", started.elapsed().as_secs_f64()));
     if !model.report().is_empty() {
-        note(format_args!("not used: {}", model.report()));
+        note(format_args!("not used, or not as it is: {}", model.report()));
     }
     Ok(model)
 }

@@ -150,7 +150,7 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
     note(format_args!("device: {}; weights in {dtype}", device.describe()));
     let model = Model::load(&device, &options.model, dtype, &mut |_| {})?;
     if !model.report().is_empty() {
-        note(format_args!("not used: {}", model.report()));
+        note(format_args!("not used, or not as it is: {}", model.report()));
     }
     if template.is_none() {
         note(format_args!("no chat template: /v1/chat/completions has nothing to make a prompt with"));

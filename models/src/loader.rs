@@ -5,7 +5,7 @@ mod on_card;
 mod packed;
 mod quantise;
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::ops::{ControlFlow, Range};
 
 use abi::DType;
@@ -19,7 +19,7 @@ use on_card::Order;
 
 pub use quantise::Quantise;
 
-use host::weight::{GateUp, Layout, Part as WeightPart, Stack, Weight, WeightSource};
+use host::weight::{GateUp, Layout, Part as WeightPart, RowScales, Stack, Weight, WeightSource};
 use host::{Constant, Error, Stream, Tensor};
 
 /// How far loading is.
@@ -42,6 +42,8 @@ pub(super) struct Loader<'a> {
     progress: Progress<'a>,
     quantise: Quantise,
     part: Part,
+    /// Tensors that are quantised in the files, and floats now though nobody asked for that.
+    dequantised: Vec<String>,
 }
 
 /// Who is told how far loading is, and says whether it goes on.
@@ -150,13 +152,14 @@ const RANDOM_BLOCK: usize = 1_048_573;
 
 impl<'a> Loader<'a> {
     /// Runs `build` twice on a checkpoint: to check that all its tensors are there, and to load what is a rank's part.
+    /// Beside what it makes, the names of quantised tensors that have become floats though nobody asked for that.
     pub(super) fn from_checkpoint<T>(
         checkpoint: &'a Checkpoint,
         (stream, part): (&'a Stream, Part),
         (dtype, quantise): (DType, Quantise),
         progress: Progress<'a>,
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
-    ) -> Result<T, Error> {
+    ) -> Result<(T, Vec<String>), Error> {
         let source = Source::Check(checkpoint, Problems::default());
         let mut silent = |_| ControlFlow::Continue(());
         let mut checker = Loader { part, ..Loader::new(stream, dtype, source, &mut silent) };
@@ -168,12 +171,29 @@ impl<'a> Loader<'a> {
             return Err(checkpoint.unusable(count, first).into());
         }
         let source = Source::Checkpoint(checkpoint);
-        build(&mut Loader { total_bytes, quantise, part, ..Loader::new(stream, dtype, source, progress) })
+        let mut loader =
+            Loader { total_bytes, quantise, part, ..Loader::new(stream, dtype, source, progress) };
+        let built = build(&mut loader)?;
+        // One of which rows are taken in several places is there several times.
+        loader.dequantised.sort_unstable();
+        loader.dequantised.dedup();
+        Ok((built, loader.dequantised))
     }
 
     fn new(stream: &'a Stream, dtype: DType, source: Source<'a>, progress: Progress<'a>) -> Self {
         let (quantise, part) = (Quantise::Dense, Part::WHOLE);
-        Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress, quantise, part }
+        let dequantised = Vec::new();
+        Loader {
+            stream,
+            dtype,
+            source,
+            loaded_bytes: 0,
+            total_bytes: 0,
+            progress,
+            quantise,
+            part,
+            dequantised,
+        }
     }
 
     /// Random weights: normal with a standard deviation of 0.02, stored gains of 1, and zeros for a tensor of another
@@ -251,19 +271,46 @@ impl<'a> Loader<'a> {
         parts: &[(String, Cut)],
         cols: &Cut,
     ) -> Result<ProjectionWeight, Error> {
+        match self.quantised_projection(parts, cols)? {
+            Some(weight) => Ok(weight),
+            None => Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?)),
+        }
+    }
+
+    /// The same with matrices of floats below them.
+    pub(super) fn projection_beside(
+        &mut self,
+        parts: &[(String, Cut)],
+        floats: &[(String, Cut)],
+        cols: &Cut,
+    ) -> Result<ProjectionWeight, Error> {
+        match self.quantised_projection(parts, cols)? {
+            Some(weight) => {
+                let floats = ProjectionWeight::Plain(self.stacked(floats, cols)?);
+                Ok(ProjectionWeight::Mixed(vec![weight, floats]))
+            }
+            // One product.
+            None => Ok(ProjectionWeight::Plain(self.stacked(&[parts, floats].concat(), cols)?)),
+        }
+    }
+
+    /// Matrices of the same width above each other, packed or as int8; none if one of them is, or becomes, floats.
+    fn quantised_projection(
+        &mut self,
+        parts: &[(String, Cut)],
+        cols: &Cut,
+    ) -> Result<Option<ProjectionWeight>, Error> {
         self.note_projection(parts.iter().map(|(name, _)| name));
         let rows = height(parts);
         if let Some(weight) = self.random_packed(self.random_layout(self.quantise), [rows, cols.len()])? {
-            return Ok(ProjectionWeight::Packed(vec![weight]));
+            return Ok(Some(ProjectionWeight::Packed(vec![weight])));
         }
         if let Some(weight) = self.quantised_by_card(parts, cols, self.quantise, Order::Above)? {
-            return Ok(ProjectionWeight::Packed(vec![weight]));
+            return Ok(Some(ProjectionWeight::Packed(vec![weight])));
         }
-        let Some(sources) = self.packable(parts, cols, self.quantise)? else {
-            return Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?));
-        };
+        let Some(sources) = self.packable(parts, cols, self.quantise)? else { return Ok(None) };
         if self.rows_become_int8(parts, &sources) {
-            return self.int8(&sources);
+            return self.int8(&sources).map(Some);
         }
         // One product, if they are alike.
         let refs: Vec<&dyn WeightSource> = sources.iter().map(|source| &**source).collect();
@@ -271,7 +318,7 @@ impl<'a> Loader<'a> {
             Some(stack) => self.pack(&[&stack])?,
             None => self.pack(&refs)?,
         };
-        Ok(ProjectionWeight::Packed(weights))
+        Ok(Some(ProjectionWeight::Packed(weights)))
     }
 
     /// Rows of a table that tokens are looked up in or scored by. It stays as it is in the checkpoint, or becomes
@@ -286,7 +333,9 @@ impl<'a> Loader<'a> {
         if let Some(weight) = self.quantised_by_card(&parts, &cols, quantise, Order::Above)? {
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
-        if let Some([source]) = self.packable(&parts, &cols, quantise)?.as_deref() {
+        if let Some([source]) = self.packable(&parts, &cols, quantise)?.as_deref()
+            && !source.layout().permuted
+        {
             return Ok(ProjectionWeight::Packed(self.pack(&[&**source])?));
         }
         Ok(ProjectionWeight::Plain(self.stacked(&parts, &cols)?))
@@ -317,6 +366,7 @@ impl<'a> Loader<'a> {
             && let [gate, up] = &sources[..]
             && gate.layout() == up.layout()
             && gate.global() == up.global()
+            && gate.order() == up.order()
         {
             return Ok(ProjectionWeight::Packed(self.pack(&[&GateUp(&**gate, &**up)])?));
         }
@@ -332,7 +382,9 @@ impl<'a> Loader<'a> {
     /// While it is listed what there is: these are what [`Quantise::By`] quantises.
     fn note_projection<'n>(&mut self, names: impl Iterator<Item = &'n String>) {
         if let Source::List(listed) = &mut self.source {
-            listed.projections.push(names.cloned().collect());
+            // Of one of which rows are taken in two places there is one.
+            let unique: BTreeSet<String> = names.cloned().collect();
+            listed.projections.push(unique.into_iter().collect());
         }
     }
 
@@ -505,6 +557,10 @@ impl<'a> Loader<'a> {
                     let Stored { data, .. } = checkpoint
                         .tensor(piece.name, &piece.shape)
                         .map_err(|problem| checkpoint.unusable(1, vec![problem]))?;
+                    let asked_for = matches!(self.quantise, Quantise::Dense | Quantise::Requantise(_));
+                    if data.is_quantised() && !asked_for && piece.len() > 0 {
+                        self.dequantised.push(piece.name.to_owned());
+                    }
                     let step = (BUFFER_ELEMS / piece.cols.len().max(1)).max(1);
                     for rows in &piece.rows.ranges {
                         for start in rows.clone().step_by(step) {
@@ -566,7 +622,8 @@ fn can_be_cut(layout: &Layout, rows: &Cut, cols: &Cut) -> bool {
         || matches!(&cols.ranges[..], [own] if WeightPart::<&dyn WeightSource>::fits(layout, [rows.of, cols.of], &rows.ranges, own))
 }
 
-/// These rows and columns of a weight; none if that is not between its groups and blocks.
+/// These rows and columns of a weight; none if that is not between its groups. Where blocks of rows are cut, each row
+/// has their scale by itself.
 fn part_of<'a>(
     source: Box<dyn WeightSource + 'a>,
     rows: &Cut,
@@ -574,7 +631,10 @@ fn part_of<'a>(
 ) -> Option<Box<dyn WeightSource + 'a>> {
     match &cols.ranges[..] {
         _ if rows.is_all() && cols.is_all() => Some(source),
-        [cols] => Some(Box::new(WeightPart::new(source, rows.ranges.clone(), cols.clone())?)),
+        [own] if can_be_cut(&source.layout(), rows, cols) => {
+            Some(Box::new(WeightPart::new(source, rows.ranges.clone(), own.clone())?))
+        }
+        [own] => Some(Box::new(WeightPart::new(RowScales(source), rows.ranges.clone(), own.clone())?)),
         _ => None,
     }
 }

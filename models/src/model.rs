@@ -36,7 +36,7 @@ pub struct Model {
     rank: Option<(Communicator, Arc<DecoderConfig>)>,
 }
 
-/// What of a model's files was not used. Its text is a line, with the first names of each kind.
+/// What of a model's files was not used, or not as it is there. Its text is a line, with the first names of each kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadReport {
@@ -45,12 +45,15 @@ pub struct LoadReport {
     pub unread_keys: Vec<String>,
     /// Tensors of the checkpoint that the model has no place for, by name.
     pub unused_tensors: Vec<String>,
+    /// Tensors that the checkpoint has quantised and the device has as floats, though nobody asked for that: no kernel
+    /// has a layout for them or for this part of them, or what they are for takes floats alone.
+    pub dequantised_tensors: Vec<String>,
 }
 
 impl LoadReport {
-    /// Whether all was used.
+    /// Whether all was used, as it is.
     pub fn is_empty(&self) -> bool {
-        self.unread_keys.is_empty() && self.unused_tensors.is_empty()
+        self.unread_keys.is_empty() && self.unused_tensors.is_empty() && self.dequantised_tensors.is_empty()
     }
 }
 
@@ -58,7 +61,11 @@ impl fmt::Display for LoadReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const MOST: usize = 4;
         let mut separator = "";
-        for (what, names) in [("keys of config.json", &self.unread_keys), ("tensors", &self.unused_tensors)] {
+        for (what, names) in [
+            ("keys of config.json", &self.unread_keys),
+            ("tensors", &self.unused_tensors),
+            ("quantised tensors, which became floats", &self.dequantised_tensors),
+        ] {
             if !names.is_empty() {
                 let shown = list(names.iter().map(|name| Excerpt(name)), (names.len(), MOST), ", ");
                 write!(f, "{separator}{} {what} ({shown})", names.len())?;
@@ -126,7 +133,8 @@ impl Model {
     /// and of every expert, and of the tokens of the head; of the files it reads that alone. The results are the same
     /// at all ranks.
     ///
-    /// A quantised weight that would be cut inside of a group or block is dequantised. `rank` is the rank, or it with
+    /// A quantised weight that would be cut inside of a group of columns is dequantised; where a block of rows is cut,
+    /// each row has its scale by itself. `rank` is the rank, or it with
     /// experts that are shared as a whole ([`Shard::with_experts`]), which all ranks must say alike.
     ///
     /// **Errors**: as [`Model::quantised_while`].
@@ -162,16 +170,18 @@ impl Model {
         };
         let stream = device.stream()?;
         let build = |loader: &mut Loader<'_>| build(&config, loader);
-        let parts = Loader::from_checkpoint(checkpoint, (&stream, part), (dtype, quantise), progress, build)?;
+        let (parts, dequantised_tensors) =
+            Loader::from_checkpoint(checkpoint, (&stream, part), (dtype, quantise), progress, build)?;
         stream.synchronize()?;
         let unused_tensors = checkpoint.unused_tensors();
         let unread_keys = [config.unread_keys.clone(), checkpoint.undone_keys()].concat();
-        let report = LoadReport { unread_keys, unused_tensors };
+        let report = LoadReport { unread_keys, unused_tensors, dequantised_tensors };
         #[cfg(feature = "tracing")]
         tracing::info!(
             target: "warpforge",
             unread_keys = report.unread_keys.len(),
             unused_tensors = report.unused_tensors.len(),
+            dequantised_tensors = report.dequantised_tensors.len(),
             "loaded a model"
         );
         let (report, activations) = (Arc::new(report), checkpoint.activations());
@@ -295,12 +305,16 @@ impl Model {
         &self.decoder
     }
 
+    pub(super) fn decoder_mut(&mut self) -> &mut Arc<Decoder> {
+        &mut self.decoder
+    }
+
     /// Those of its vision tower, if it has one.
     pub fn tower(&self) -> Option<&VisionTower> {
         self.tower.as_deref()
     }
 
-    /// What of its files was not used.
+    /// What of its files was not used, or not as it is there.
     pub fn report(&self) -> &LoadReport {
         &self.report
     }

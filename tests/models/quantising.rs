@@ -17,7 +17,13 @@ fn packed(model: &Model) -> Result<Vec<Vec<i8>>, warpforge::Error> {
     for layer in &decoder.layers {
         match &layer.mixer {
             Mixer::Attention(attention) => weights.extend([&attention.qkv.weight, &attention.o.weight]),
-            Mixer::DeltaNet(net) => weights.push(&net.out.weight),
+            Mixer::DeltaNet(net) => {
+                weights.push(&net.out.weight);
+                match &net.input.weight {
+                    ProjectionWeight::Mixed(parts) => weights.extend(parts),
+                    other => weights.push(other),
+                }
+            }
             Mixer::Latent(latent) => {
                 weights.extend([&latent.a.weight, &latent.q_b.weight, &latent.o.weight]);
             }
@@ -64,6 +70,91 @@ fn a_card_quantises_as_the_host_does() -> Outcome {
             }
         }
     }
+    Ok(())
+}
+
+/// A model that is loaded is quantised in place, to the bits of one that is quantised as it is loaded; what it was is
+/// given back, and the report says of each weight how far it is from that.
+#[test]
+fn quantised_in_place() -> Outcome {
+    let mut devices = cards();
+    devices.extend([Device::cpu(), Device::simulated(Arc::new(Card::new(Arch::Sm80)))?]);
+    for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+        let checkpoint = Checkpoint::open(&golden::folder(name))?;
+        for (device, (title, scheme)) in
+            devices.iter().flat_map(|device| SCHEMES.into_iter().map(move |scheme| (device, scheme)))
+        {
+            let load = |quantise| Model::quantised(device, &checkpoint, DType::F32, quantise, &mut |_| {});
+            let mut model = load(Quantise::Dense)?;
+            let mut told = Vec::new();
+            let report = model.quantise(scheme, &mut |so_far| {
+                told.push(so_far);
+                ControlFlow::Continue(())
+            })?;
+            let wanted = load(Quantise::By(scheme))?;
+            let what = format!("{name}, {title}, {device:?}");
+            // Blocks of rows go over the borders of q, k and v.
+            if scheme.rows == 1 {
+                assert!(packed(&model)? == packed(&wanted)?, "{what}");
+            } else {
+                let [got, want] = [packed(&model)?, packed(&wanted)?].map(|all| all.concat().len());
+                assert!(got.abs_diff(want) * 10 < want, "{what}: {got} bytes of {want}");
+            }
+            assert!(told.windows(2).all(|two| two[0].loaded_bytes <= two[1].loaded_bytes), "{what}");
+            assert!(told.last().is_some_and(|last| last.loaded_bytes == last.total_bytes), "{what}");
+            assert!(report.bytes_after < report.bytes_before, "{what}: {report}");
+            let most = if scheme.codes.bits() == 4 { 0.2 } else { 0.05 };
+            for tensor in &report.tensors {
+                let error = tensor.errors.relative;
+                assert!(error > 0.0 && error < most, "{what}: {}: {error}", tensor.name);
+                assert!(tensor.bytes_after < tensor.bytes_before, "{what}: {tensor:?}");
+            }
+            let experts = model.config().decoder.layers.len() * 8 * 3;
+            let per_expert = report.tensors.iter().filter(|tensor| tensor.name.contains(".experts.")).count();
+            assert!(name == "qwen3" || (experts / 2..=experts).contains(&per_expert), "{what}: {per_expert}");
+            // Once more there is nothing to do.
+            let before = packed(&model)?;
+            let again = model.quantise(Scheme::INT8, &mut |_| ControlFlow::Continue(()))?;
+            assert!(again.tensors.is_empty() && again.bytes_before == again.bytes_after, "{what}: {again}");
+            assert!(packed(&model)? == before, "{what}");
+        }
+    }
+    Ok(())
+}
+
+/// In place nothing is lost: where it ends early, or cannot begin, the model goes on.
+#[test]
+fn quantised_in_place_or_not() -> Outcome {
+    let case = Case::load("qwen3")?;
+    let checkpoint = Checkpoint::open(&case.folder)?;
+    let prompt = &case.prompts()[0];
+    let mut model = Model::quantised(&Device::cpu(), &checkpoint, DType::F32, Quantise::Dense, &mut |_| {})?;
+    let logits = |model: &Model| -> Result<Vec<f32>, warpforge::Error> {
+        model.session(options(&case, 64))?.prefill(0, prompt)?.to_host()
+    };
+    let want = logits(&model)?;
+    let mut go_on = |_| ControlFlow::Continue(());
+    let session = model.session(options(&case, 64))?;
+    let error = model.quantise(Scheme::INT8, &mut go_on).err().ok_or("an error")?.to_string();
+    assert!(error.contains("a model whose weights nothing else has"), "{error}");
+    drop(session);
+    let bad = Scheme { group: 24, ..Scheme::INT4 };
+    let error = model.quantise(bad, &mut go_on).err().ok_or("an error")?.to_string();
+    assert!(error.contains("a group of 16, 32"), "{error}");
+    assert_eq!(logits(&model)?, want);
+    let mut steps = 0;
+    let stopped = model.quantise(Scheme::INT8, &mut |_| {
+        steps += 1;
+        if steps == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    let error = stopped.err().ok_or("an error")?.to_string();
+    assert!(error.contains("stopped"), "{error}");
+    let error = relative_l2(&logits(&model)?, &want);
+    assert!(error > 1e-5 && error < 0.02, "{error:.2e}");
+    let report = model.quantise(Scheme::INT8, &mut go_on)?;
+    assert_eq!(report.kept.iter().filter(|(_, reason)| reason == "quantised already").count(), 3, "{report}");
+    let error = relative_l2(&logits(&model)?, &want);
+    assert!(error > 1e-5 && error < 0.02, "{error:.2e}");
     Ok(())
 }
 

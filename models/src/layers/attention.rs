@@ -6,9 +6,7 @@ use abi::DType;
 
 use super::group::GroupAttention;
 use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
-use super::{
-    InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row, planned,
-};
+use super::{InPlace, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row, planned};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
 use crate::part::{Cut, Part};
@@ -44,16 +42,13 @@ impl SelfAttention {
         loader: &mut Loader<'_>,
         prefix: &str,
     ) -> Result<Self, Error> {
-        let &AttentionConfig { head_dim, bias, output_bias, qk_norm, output_gate, .. } = config;
+        let &AttentionConfig { head_dim, bias, output_bias, qk_norm, .. } = config;
         let name = |part: &str| format!("{prefix}.{part}");
         let (part, cols, o) = (loader.part(), hidden_size.into(), name("o_proj"));
         let (parts, q_rows) = Self::parts(config, part, prefix);
         let parts: Vec<(&str, Cut)> =
             parts.iter().map(|(name, rows)| (name.as_str(), rows.clone())).collect();
-        let qkv = match output_gate {
-            true => Linear::new(loader, &parts, &cols, bias)?.into(),
-            false => Projection::new(loader, &parts, &cols, bias)?,
-        };
+        let qkv = Projection::new(loader, &parts, &cols, bias)?;
         let mut gain = |part| if qk_norm { loader.gain(&name(part), head_dim).map(Some) } else { Ok(None) };
         let (q_norm, k_norm) = (gain("q_norm.weight")?, gain("k_norm.weight")?);
         let [_, kv_heads] = part.heads(config);

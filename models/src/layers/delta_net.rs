@@ -6,8 +6,7 @@ use abi::DType;
 
 use super::low_rank::{Adapted, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{
-    GroupPhase, InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row,
-    planned,
+    GroupPhase, InPlace, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row, planned,
 };
 use crate::config::DeltaNetConfig;
 use crate::loader::Loader;
@@ -24,7 +23,8 @@ use host::{Kernel, OptimizationReport};
 /// Gated delta net: projections, a short convolution over time, the delta rule, a gated norm per head.
 #[derive(Debug)]
 pub struct DeltaNet {
-    /// All projections of the input above each other: q, k, v, z, b, a, each head by head.
+    /// All projections of the input above each other: q, k, v, z, b, a, each head by head. b and a, a row for each head
+    /// that decides how its state decays, are floats in any case.
     pub input: Projection,
     /// `[channels, width]`: taps of the convolution over q, k and v.
     pub conv: Constant,
@@ -52,7 +52,6 @@ impl DeltaNet {
         }
         let name = |part: &str| format!("{prefix}.{part}");
         let (rows, value_cols) = Self::parts(config, loader.part(), prefix);
-        let rows = rows.each_ref().map(|(name, rows)| (name.as_str(), rows.clone()));
         let (out, heads) = (name("out_proj"), loader.part().key_heads(config));
         let own_values = Cut::range(heads_k, heads.clone()).times(heads_v / heads_k);
         // Those of q, of k and of v.
@@ -64,7 +63,7 @@ impl DeltaNet {
             .extend(own_values.times(dim_v).ranges.iter().map(|range| keys + range.start..keys + range.end));
         let per_value_head = |part: &str| [(name(part), own_values.clone())];
         Ok(DeltaNet {
-            input: Linear::new(loader, &rows, &hidden_size.into(), false)?.into(),
+            input: Projection::beside_floats(loader, [&rows[..1], &rows[1..]], &hidden_size.into())?,
             conv: loader.depthwise(&name("conv1d.weight"), channels, conv_width)?,
             a_log: loader.vectors_as(DType::F32, &per_value_head("A_log"))?,
             dt_bias: loader.vectors_as(DType::F32, &per_value_head("dt_bias"))?,

@@ -1,6 +1,6 @@
 //! Linear layers whose weight may be quantised.
 
-use super::{Linear, Phase};
+use super::Phase;
 use crate::loader::Loader;
 use crate::part::Cut;
 use host::ops::glu::Activation;
@@ -34,10 +34,13 @@ pub enum ProjectionWeight {
         /// `[out]` f32: what 1 means in each row.
         scales: Constant,
     },
+    /// Parts of different kinds whose rows are above each other, none of them such parts itself.
+    Mixed(Vec<ProjectionWeight>),
 }
 
-/// What the plans of a projection depend on: nothing of a plain weight, rows and form of each part of another.
-pub(crate) type ProjectionKind = Vec<(usize, Form)>;
+/// What the plans of a projection depend on: nothing of a plain weight, rows and form of each part of another, which
+/// has none if it is plain.
+pub(crate) type ProjectionKind = Vec<(usize, Option<Form>)>;
 
 /// How a weight is quantised.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -60,6 +63,19 @@ impl Projection {
         let weight = loader.projection(&named("weight"), cols)?;
         let bias = if bias { Some(loader.vectors(&named("bias"))?) } else { None };
         Ok(Projection { weight, bias })
+    }
+
+    /// The same with the rows of others below, which stay floats whatever becomes of the first ones.
+    pub(crate) fn beside_floats(
+        loader: &mut Loader<'_>,
+        [parts, floats]: [&[(String, Cut)]; 2],
+        cols: &Cut,
+    ) -> Result<Self, Error> {
+        let [parts, floats] = [parts, floats].map(|parts| {
+            parts.iter().map(|(name, rows)| (format!("{name}.weight"), rows.clone())).collect::<Vec<_>>()
+        });
+        let weight = loader.projection_beside(&parts, &floats, cols)?;
+        Ok(Projection { weight, bias: None })
     }
 
     /// A gate and up, these rows of each.
@@ -95,9 +111,16 @@ impl ProjectionWeight {
         match self {
             ProjectionWeight::Plain(_) => Vec::new(),
             ProjectionWeight::Packed(parts) => {
-                parts.iter().map(|part| (part.n(), Form::Packed(part.layout()))).collect()
+                parts.iter().map(|part| (part.n(), Some(Form::Packed(part.layout())))).collect()
             }
-            ProjectionWeight::Int8 { scales, .. } => vec![(scales.view().len(), Form::Int8)],
+            ProjectionWeight::Int8 { scales, .. } => vec![(scales.view().len(), Some(Form::Int8))],
+            ProjectionWeight::Mixed(parts) => parts
+                .iter()
+                .flat_map(|part| match part {
+                    ProjectionWeight::Plain(weight) => vec![(weight.shape()[0], None)],
+                    other => other.kind(),
+                })
+                .collect(),
         }
     }
 
@@ -113,18 +136,40 @@ impl ProjectionWeight {
     pub(crate) fn is_operand(&self) -> bool {
         match self {
             ProjectionWeight::Plain(_) => true,
-            ProjectionWeight::Packed(parts) => parts.len() == 1,
-            ProjectionWeight::Int8 { .. } => false,
+            ProjectionWeight::Packed(parts) => matches!(&parts[..], [one] if !one.layout().permuted),
+            ProjectionWeight::Int8 { .. } | ProjectionWeight::Mixed(_) => false,
         }
     }
 
     /// As the operand of a product, of a weight in one part.
     pub(crate) fn operand(&self) -> MatmulB<'_> {
+        self.operand_of(0)
+    }
+
+    /// How many products it is multiplied in.
+    fn products(&self) -> usize {
+        match self {
+            ProjectionWeight::Plain(_) | ProjectionWeight::Int8 { .. } => 1,
+            ProjectionWeight::Packed(parts) => parts.len(),
+            ProjectionWeight::Mixed(parts) => parts.iter().map(ProjectionWeight::products).sum(),
+        }
+    }
+
+    /// As the operand of one of them.
+    fn operand_of(&self, mut part: usize) -> MatmulB<'_> {
         match self {
             ProjectionWeight::Plain(weight) => weight.view().into(),
-            ProjectionWeight::Packed(parts) => (&parts[0]).into(),
+            ProjectionWeight::Packed(parts) => (&parts[part]).into(),
             ProjectionWeight::Int8 { codes, scales } => {
                 MatmulB::Int8 { codes: codes.view(), scales: scales.view() }
+            }
+            ProjectionWeight::Mixed(parts) => {
+                let mut at = 0;
+                while part >= parts[at].products() {
+                    part -= parts[at].products();
+                    at += 1;
+                }
+                parts[at].operand_of(part)
             }
         }
     }
@@ -135,13 +180,8 @@ impl ProjectionWeight {
             ProjectionWeight::Plain(weight) => weight.bytes(),
             ProjectionWeight::Packed(parts) => parts.iter().map(Weight::bytes).sum(),
             ProjectionWeight::Int8 { codes, scales } => codes.bytes() + scales.bytes(),
+            ProjectionWeight::Mixed(parts) => parts.iter().map(ProjectionWeight::bytes).sum(),
         }
-    }
-}
-
-impl From<Linear> for Projection {
-    fn from(linear: Linear) -> Self {
-        Projection { weight: ProjectionWeight::Plain(linear.weight), bias: linear.bias }
     }
 }
 
@@ -159,9 +199,7 @@ impl ProjectionPlan {
         let part = |rows: usize, form| Ok((phase.product(rows, k, bias, Act::None, form)?, rows));
         let parts = match kind.is_empty() {
             true => vec![part(n, None)?],
-            false => {
-                kind.into_iter().map(|(rows, form)| part(rows, Some(form))).collect::<Result<_, Error>>()?
-            }
+            false => kind.into_iter().map(|(rows, form)| part(rows, form)).collect::<Result<_, Error>>()?,
         };
         Ok(ProjectionPlan { parts })
     }
@@ -169,7 +207,7 @@ impl ProjectionPlan {
     /// The same, added to what is in out.
     pub(crate) fn onto(phase: &Phase<'_>, weights: &Projection, n: usize, k: usize) -> Result<Self, Error> {
         let (kind, bias) = (weights.kind(), weights.bias.is_some());
-        if kind.iter().any(|&(_, form)| form == Form::Int8) {
+        if kind.iter().any(|&(_, form)| form == Some(Form::Int8)) {
             let expected = "none over weights whose rows become int8; or load these with \
                             Checkpoint::with_activations(Activations::AsGiven)";
             return Err(Error::invalid("Batch", "adapters", expected, "some"));
@@ -181,9 +219,7 @@ impl ProjectionPlan {
         };
         let parts = match kind.is_empty() {
             true => vec![part(n, None)?],
-            false => {
-                kind.into_iter().map(|(rows, form)| part(rows, Some(form))).collect::<Result<_, Error>>()?
-            }
+            false => kind.into_iter().map(|(rows, form)| part(rows, form)).collect::<Result<_, Error>>()?,
         };
         Ok(ProjectionPlan { parts })
     }
@@ -196,7 +232,7 @@ impl ProjectionPlan {
         k: usize,
         activation: Activation,
     ) -> Result<Self, Error> {
-        let form = weights.kind().first().map(|&(_, form)| form);
+        let form = weights.kind().first().and_then(|&(_, form)| form);
         Ok(ProjectionPlan { parts: vec![(phase.product(n, k, false, Act::Gated(activation), form)?, n)] })
     }
 
@@ -219,8 +255,8 @@ impl ProjectionPlan {
         let problems: Vec<MatmulProblem> = match &weights.kind()[..] {
             [] => vec![part(n, None)],
             // A gate's and up's rows are in one part.
-            &[(_, form)] => vec![part(n, Some(form))],
-            kind => kind.iter().map(|&(rows, form)| part(rows, Some(form))).collect(),
+            &[(_, form)] => vec![part(n, form)],
+            kind => kind.iter().map(|&(rows, form)| part(rows, form)).collect(),
         };
         let device = phase.stream.device();
         if problems.iter().any(|problem| Matmul::supports(device, problem).is_err()) {
@@ -260,11 +296,7 @@ impl ProjectionPlan {
                 None => None,
             };
             let out = out.reborrow().slice(1, start..end)?;
-            let args = match &weights.weight {
-                ProjectionWeight::Plain(weight) => MatmulArgs::new(x, weight.view(), out),
-                ProjectionWeight::Packed(parts) => MatmulArgs::new(x, &parts[part], out),
-                ProjectionWeight::Int8 { .. } => MatmulArgs::new(x, weights.weight.operand(), out),
-            };
+            let args = MatmulArgs::new(x, weights.weight.operand_of(part), out);
             plan.run(stream, MatmulArgs { gain, bias, residual, ..args })?;
             start = end;
         }
@@ -295,8 +327,8 @@ impl ExpertsPlan {
             ProjectionWeight::Packed(parts) => {
                 parts.iter().map(|own| part(own.n(), Some(own.layout()))).collect::<Result<_, Error>>()?
             }
-            // Experts are never int8 in this form.
-            ProjectionWeight::Plain(_) | ProjectionWeight::Int8 { .. } => vec![part(problem.n, None)?],
+            // Experts are nothing else.
+            _ => vec![part(problem.n, None)?],
         };
         Ok(ExpertsPlan { parts })
     }
@@ -317,11 +349,7 @@ impl ExpertsPlan {
         for (part, (plan, cols)) in self.parts.iter().enumerate() {
             let end = start + cols;
             let out = out.reborrow().slice(1, start..end)?;
-            let args = match weights {
-                ProjectionWeight::Plain(weight) => GroupedMatmulArgs::new(x, weight.view(), offsets, out),
-                ProjectionWeight::Packed(parts) => GroupedMatmulArgs::new(x, &parts[part], offsets, out),
-                ProjectionWeight::Int8 { .. } => GroupedMatmulArgs::new(x, weights.operand(), offsets, out),
-            };
+            let args = GroupedMatmulArgs::new(x, weights.operand_of(part), offsets, out);
             plan.run(stream, GroupedMatmulArgs { order, ..args })?;
             start = end;
         }

@@ -64,7 +64,7 @@ impl<'a> Places<'a, '_> {
             None => {
                 let source = self.packable(data, first);
                 let source = source.and_then(|source| part_of(Box::new(source), &self.rows[part], self.cols));
-                source.map(|source| source.layout())
+                source.map(|source| source.layout()).filter(|layout| !layout.permuted)
             }
         })
     }

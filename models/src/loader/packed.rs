@@ -1,5 +1,7 @@
 //! Weights that are loaded as they are quantised, or quantised as they are loaded.
 
+use std::ops::Range;
+
 use abi::DType;
 
 use super::{BUFFER_ELEMS, Loader, Quantise, Source, height, part_of, tell};
@@ -61,6 +63,17 @@ impl<'a> Loader<'a> {
                     }
                     Box::new(source)
                 }
+                (None, Data::Rows { parts, order, .. }) => {
+                    let Some(runs) = quantised_runs(&parts, &order, rows) else { return Ok(None) };
+                    for (source, rows) in runs {
+                        if let Some(got) = source.unsound() {
+                            return Err(unfit(got).into());
+                        }
+                        let Some(own) = part_of(Box::new(source), &rows, cols) else { return Ok(None) };
+                        sources.push(own);
+                    }
+                    continue;
+                }
                 (None, _) => return Ok(None),
             };
             let Some(source) = part_of(source, rows, cols) else { return Ok(None) };
@@ -78,8 +91,8 @@ impl<'a> Loader<'a> {
     ) -> bool {
         let Source::Checkpoint(checkpoint) = self.source else { return false };
         let suits = |source: &dyn WeightSource| {
-            let Layout { codes, group, rows, zeros, minimums, .. } = source.layout();
-            (codes, group, rows, zeros, minimums) == (Codes::Int8, 0, 1, false, false)
+            let Layout { codes, group, rows, zeros, minimums, permuted, .. } = source.layout();
+            !permuted && (codes, group, rows, zeros, minimums) == (Codes::Int8, 0, 1, false, false)
         };
         parts.iter().all(|(name, _)| checkpoint.rows_become_int8(name))
             && sources.iter().all(|source| suits(&**source))
@@ -132,6 +145,38 @@ impl<'a> Loader<'a> {
         }
         Ok(weights)
     }
+}
+
+/// The quantised matrices that a tensor's rows are taken from, with the rows of each, where they come one after the
+/// other; none if they come in turn, or one cannot be packed.
+fn quantised_runs<'a>(
+    parts: &[Data<'a>],
+    order: &[(u32, u32)],
+    rows: &Cut,
+) -> Option<Vec<(Packable<'a>, Cut)>> {
+    let mut runs: Vec<(u32, Vec<Range<usize>>)> = Vec::new();
+    for &(part, row) in rows.ranges.iter().flat_map(|range| &order[range.clone()]) {
+        let row = row as usize;
+        if runs.last().is_none_or(|(last, _)| *last != part) {
+            if runs.len() == parts.len() {
+                return None;
+            }
+            runs.push((part, Vec::new()));
+        }
+        let (_, ranges) = runs.last_mut()?;
+        match ranges.last_mut() {
+            Some(range) if range.end == row => range.end += 1,
+            _ => ranges.push(row..row + 1),
+        }
+    }
+    let of_run = |(part, ranges): (u32, Vec<Range<usize>>)| match &parts[part as usize] {
+        Data::Quantised(matrix) => {
+            let rows = Cut { of: matrix.n(), ranges };
+            Some((Packable::new(matrix.clone())?, rows))
+        }
+        _ => None,
+    };
+    runs.into_iter().map(of_run).collect()
 }
 
 /// The number that a scale's bits stand for: a float.

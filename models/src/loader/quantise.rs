@@ -11,7 +11,8 @@ use host::weight::Scheme;
 #[non_exhaustive]
 pub enum Quantise {
     /// They stay as they are in the checkpoint, quantised or not, and so do the tables of embedding and head. What
-    /// kernels have no layout for is dequantised: columns in an order of their own (GPTQ's `desc_act`).
+    /// kernels have no layout for is dequantised: of experts and tables, columns in an order of their own (GPTQ's
+    /// `desc_act`).
     #[default]
     AsStored,
     /// All are dequantised.

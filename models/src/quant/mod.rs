@@ -6,6 +6,7 @@
 mod codes;
 mod formats;
 mod ggml;
+mod in_place;
 mod levels;
 mod pack;
 mod save;
@@ -162,8 +163,8 @@ impl<'a> QuantMatrix<'a> {
         QuantMatrix { n, rows: Some(rows), ..self }
     }
 
-    /// What a [`Weight`](host::weight::Weight) is packed from; none for what the kernels have no layout for: columns in
-    /// another order than their groups, groups that are no power of two, or scales that cannot be kept as they are.
+    /// What a [`Weight`](host::weight::Weight) is packed from; none for what the kernels have no layout for: groups of
+    /// unequal sizes or such that are no power of two, or scales that cannot be kept as they are.
     pub fn weight_source(self) -> Option<impl WeightSource + use<'a>> {
         Packable::new(self)
     }

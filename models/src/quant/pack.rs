@@ -16,6 +16,7 @@ pub const WEIGHT_FORMATS: &[(&str, Layout)] = {
         scale: ScaleType::F16,
         zeros: false,
         minimums: false,
+        permuted: false,
     };
     const GGUF4: Layout = Layout { group: 32, ..INT4 };
     const GGUF8: Layout = Layout { codes: Codes::Int8, ..GGUF4 };
@@ -45,15 +46,18 @@ pub(crate) struct Packable<'a> {
     layout: Layout,
     /// What is added to codes, so that they count from the layout's zero point.
     shift: i32,
+    /// The column at each place, where groups are not of neighbours: those of the first group, of the second, …
+    order: Option<Vec<u32>>,
 }
 
 impl<'a> Packable<'a> {
-    /// None for what the kernels have no layout for: columns in another order than their groups, groups that are no
-    /// power of two, or scales that cannot be kept as they are.
+    /// None for what the kernels have no layout for: groups of unequal sizes or such that are no power of two, or
+    /// scales that cannot be kept as they are.
     pub(crate) fn new(matrix: QuantMatrix<'a>) -> Option<Self> {
-        if matrix.group_of().is_some() {
-            return None;
-        }
+        let order = match matrix.group_of() {
+            None => None,
+            Some(groups) => Some(order_of(groups, matrix.group_k())?),
+        };
         let codes = match matrix.code_type() {
             CodeType::Int { bits: ..=4 } => Codes::Int4,
             CodeType::Int { .. } => Codes::Int8,
@@ -71,7 +75,8 @@ impl<'a> Packable<'a> {
             Origins::ZeroPoints => (true, false),
             Origins::Minimums => (false, true),
         };
-        let mut layout = Layout { codes, group, rows: 1, scale, zeros, minimums };
+        let permuted = order.is_some();
+        let mut layout = Layout { codes, group, rows: 1, scale, zeros, minimums, permuted };
         let blocks = Layout { rows: u32::try_from(matrix.block_n()).ok()?, ..layout };
         // A block as high as the matrix, or an odd one, is a scale for each of its rows.
         if blocks.problem().is_none() && matrix.block_n() < matrix.n() {
@@ -87,7 +92,7 @@ impl<'a> Packable<'a> {
             }
             _ => 0,
         };
-        Some(Packable { matrix, layout, shift })
+        Some(Packable { matrix, layout, shift, order })
     }
 
     /// The first scale that is no number.
@@ -111,6 +116,16 @@ impl<'a> Packable<'a> {
     }
 }
 
+/// Columns by their groups, those of one as they are; none unless each group but the last has `size` of them.
+fn order_of(groups: &[u32], size: usize) -> Option<Vec<u32>> {
+    let mut order: Vec<u32> = (0..u32::try_from(groups.len()).ok()?).collect();
+    order.sort_by_key(|&column| groups[column as usize]);
+    let are_whole = order.iter().enumerate().all(|(place, &column)| {
+        place.checked_div(size).is_some_and(|group| group == groups[column as usize] as usize)
+    });
+    are_whole.then_some(order)
+}
+
 impl WeightSource for Packable<'_> {
     fn size(&self) -> [usize; 2] {
         [self.matrix.n(), self.matrix.k()]
@@ -121,7 +136,16 @@ impl WeightSource for Packable<'_> {
     }
 
     fn codes(&self, row: usize, codes: &mut [u8]) {
-        self.matrix.row_codes(row, codes);
+        match &self.order {
+            None => self.matrix.row_codes(row, codes),
+            Some(order) => {
+                let mut stored = vec![0; codes.len()];
+                self.matrix.row_codes(row, &mut stored);
+                for (code, &column) in std::iter::zip(&mut *codes, order) {
+                    *code = stored[column as usize];
+                }
+            }
+        }
         if self.shift != 0 {
             codes.iter_mut().for_each(|code| *code = (i32::from(*code) + self.shift) as u8);
         }
@@ -158,5 +182,25 @@ impl WeightSource for Packable<'_> {
 
     fn global(&self) -> f32 {
         self.matrix.global_scale().unwrap_or(1.0)
+    }
+
+    fn order(&self) -> Option<&[u32]> {
+        self.order.as_deref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::order_of;
+
+    #[test]
+    fn columns_by_their_groups() {
+        assert_eq!(order_of(&[1, 0, 2, 0, 1, 1, 0], 3), Some(vec![1, 3, 6, 0, 4, 5, 2]));
+        assert_eq!(order_of(&[0, 0, 1], 2), Some(vec![0, 1, 2]));
+        assert_eq!(order_of(&[], 2), Some(Vec::new()));
+        // Groups of unequal sizes, one that nobody is of, and one beyond the last.
+        for groups in [&[0, 0, 0, 1][..], &[0, 1, 1, 1], &[1, 1, 2, 2], &[0, 0, 0, 0], &[0, 0, 7, 7]] {
+            assert_eq!(order_of(groups, 2), None, "{groups:?}");
+        }
     }
 }

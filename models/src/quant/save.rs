@@ -33,7 +33,7 @@ const NO_FORM: &str = "all experts in one tensor, for which compressed-tensors h
 /// Endings of files that hold weights.
 const WEIGHT_FILES: [&str; 8] = ["safetensors", "bin", "pt", "pth", "gguf", "onnx", "msgpack", "h5"];
 
-/// What quantising has done to a checkpoint's tensors.
+/// What quantising has done to a checkpoint's tensors, or to a model's weights.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct QuantReport {

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use host::{DType, Device};
-use models::{Checkpoint, Logits, Model, PatchGrid, SessionOptions, Visual};
+use models::{
+    Checkpoint, GgmlType, Logits, Mixer, Model, PatchGrid, ProjectionWeight, Quantise, SessionOptions, Visual,
+};
 use testkit::compare::relative_l2;
 use testkit::golden;
 
@@ -207,9 +209,9 @@ fn qwen3_and_qwen3moe() -> Outcome {
     agrees(&writer, "qwen3_moe")
 }
 
-/// Norms have had 1 added, but for that of delta nets; decay rates are what they stand for; the projections are apart.
-#[test]
-fn qwen3next() -> Outcome {
+/// Norms have had 1 added, but for that of delta nets; decay rates are what they stand for; the projections are apart,
+/// in these types.
+fn qwen3next_with(kinds: [GgmlType; 2]) -> Result<Writer, Box<dyn std::error::Error>> {
     let numbers = [
         ("block_count", 4),
         ("context_length", 32768),
@@ -255,11 +257,57 @@ fn qwen3next() -> Outcome {
             (0..2).flat_map(|head| rows[head * 96 + start..head * 96 + start + len].concat()).collect()
         };
         let qkv = [part(0, 16), part(16, 16), part(32, 32)].concat();
-        writer.floats(&format!("blk.{layer}.attn_qkv.weight"), &[128, 64], &qkv);
-        writer.floats(&format!("blk.{layer}.attn_gate.weight"), &[64, 64], &part(64, 32));
+        writer.matrix(&format!("blk.{layer}.attn_qkv.weight"), kinds[0], 64, &qkv);
+        writer.matrix(&format!("blk.{layer}.attn_gate.weight"), kinds[1], 64, &part(64, 32));
     }
     write_rest(&mut writer, all, "model", &names);
-    agrees(&writer, "qwen3_next")
+    Ok(writer)
+}
+
+#[test]
+fn qwen3next() -> Outcome {
+    agrees(&qwen3next_with([GgmlType::F32; 2])?, "qwen3_next")
+}
+
+/// The input's projections stay quantised, as one matrix or, where the file's types differ, as two; gates are floats
+/// beside them.
+#[test]
+fn qwen3next_projections_stay_quantised() -> Outcome {
+    use GgmlType::{F32, Q4_0, Q8_0};
+    for (kinds, parts) in [([Q8_0; 2], vec![192]), ([Q8_0, Q4_0], vec![128, 64]), ([Q8_0, F32], vec![])] {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("model.gguf");
+        std::fs::write(&path, qwen3next_with(kinds)?.bytes())?;
+        let checkpoint = Checkpoint::open(&path)?;
+        let of = |quantise| -> Result<(Model, Vec<f32>), Box<dyn std::error::Error>> {
+            let model = Model::quantised(&Device::cpu(), &checkpoint, DType::F32, quantise, &mut |_| {})?;
+            let mut session = model.session(SessionOptions { capacity: 32, ..SessionOptions::default() })?;
+            let mut logits = session.prefill(0, &[5, 80, 33, 7, 120, 9])?.to_host()?;
+            logits.extend(session.decode(&[17])?.to_host()?);
+            Ok((model, logits))
+        };
+        let (dense, want) = of(Quantise::Dense)?;
+        let (model, got) = of(Quantise::AsStored)?;
+        let error = relative_l2(&got, &want);
+        assert!(error <= 1e-5, "{kinds:?}: {error:.2e}");
+        for (own, dense) in std::iter::zip(&model.decoder().layers, &dense.decoder().layers) {
+            let (Mixer::DeltaNet(own), Mixer::DeltaNet(dense)) = (&own.mixer, &dense.mixer) else { continue };
+            let rows: Vec<usize> = match &own.input.weight {
+                ProjectionWeight::Mixed(both) => match &both[..] {
+                    [ProjectionWeight::Packed(parts), ProjectionWeight::Plain(gates)] => {
+                        assert_eq!(gates.shape(), [8, 64]);
+                        parts.iter().map(|part| part.n()).collect()
+                    }
+                    other => return Err(format!("{other:?}").into()),
+                },
+                ProjectionWeight::Plain(_) => vec![],
+                other => return Err(format!("{other:?}").into()),
+            };
+            assert_eq!(rows, parts, "{kinds:?}");
+            assert_eq!(own.input.bytes() < dense.input.bytes() / 2, !parts.is_empty(), "{kinds:?}");
+        }
+    }
+    Ok(())
 }
 
 /// Keys' and values' projections are apart, and the former transposed; older files have them together.

@@ -1,5 +1,7 @@
 //! Writes GGUF files.
 
+use models::GgmlType;
+
 /// A value of the metadata.
 #[derive(Clone, Debug)]
 pub enum Kv {
@@ -61,6 +63,40 @@ impl Writer {
         assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.tensors.push(Tensor { name: name.into(), shape: shape.into(), kind: 0, bytes });
+    }
+
+    /// A matrix of this type: rounded to the nearest, by the largest value of each block.
+    pub fn matrix(&mut self, name: &str, kind: GgmlType, cols: usize, values: &[f32]) {
+        let shape = vec![values.len() / cols, cols];
+        let block = |values: &[f32], most: f32| -> (Vec<u8>, Vec<i32>) {
+            let largest = values.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+            let scale = half::f16::from_f32(largest / most);
+            let codes = values.iter().map(|value| (value / scale.to_f32()).round() as i32).collect();
+            (scale.to_le_bytes().to_vec(), codes)
+        };
+        let (number, bytes) = match kind {
+            GgmlType::F32 => return self.floats(name, &shape, values),
+            GgmlType::Q8_0 => {
+                let bytes = values.chunks(32).flat_map(|values| {
+                    let (scale, codes) = block(values, 127.0);
+                    scale
+                        .into_iter()
+                        .chain(codes.into_iter().map(|code| code as i8 as u8))
+                        .collect::<Vec<_>>()
+                });
+                (8, bytes.collect())
+            }
+            GgmlType::Q4_0 => {
+                let bytes = values.chunks(32).flat_map(|values| {
+                    let (scale, codes) = block(values, 7.0);
+                    let pair = |place: usize| ((codes[place] + 8) | (codes[place + 16] + 8) << 4) as u8;
+                    scale.into_iter().chain((0..16).map(pair)).collect::<Vec<_>>()
+                });
+                (2, bytes.collect())
+            }
+            other => panic!("{other:?} is not written"),
+        };
+        self.tensors.push(Tensor { name: name.into(), shape, kind: number, bytes });
     }
 
     pub fn bytes(&self) -> Vec<u8> {
