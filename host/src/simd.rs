@@ -200,6 +200,11 @@ pub(crate) trait Lanes: Copy {
     fn words(from: &[u8; 4 * LANES]) -> Self::Words;
     /// For each word the number that its field stands for in the table.
     fn look_up(words: Self::Words, field: u32, table: Self) -> Self;
+    /// For each word its field as a number, less `zero`: the numbers of this table.
+    #[inline(always)]
+    fn integers(words: Self::Words, field: u32, _zero: Self, less_zero: Self) -> Self {
+        Self::look_up(words, field, less_zero)
+    }
 
     /// The sum of the lanes: halves, quarters, pairs.
     #[inline(always)]

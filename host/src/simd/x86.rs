@@ -137,6 +137,14 @@ impl Lanes for Avx2 {
         fn look_up(words: Self::Words, field: u32, table: Self) -> Self {
             Avx2(look_up_eight(words.0, field, table), look_up_eight(words.1, field, table))
         }
+        fn integers(words: Self::Words, field: u32, zero: Self, _: Self) -> Self {
+            // A table takes two permutations, which share a port.
+            let number = |words: __m256i| {
+                let fields = _mm256_srl_epi32(words, _mm_cvtsi32_si128(4 * field as i32));
+                _mm256_cvtepi32_ps(_mm256_and_si256(fields, _mm256_set1_epi32(15)))
+            };
+            Avx2(_mm256_sub_ps(number(words.0), zero.0), _mm256_sub_ps(number(words.1), zero.1))
+        }
     }
 }
 

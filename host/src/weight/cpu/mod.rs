@@ -12,7 +12,7 @@ use std::ops::Range;
 use abi::weight::{BLOCK_SCALES, Codes, Layout, SUPER_K, ScaleType, TILE_K, TILE_ROWS};
 
 use super::{Counts, Weight};
-use crate::simd::{LANES, Lanes, Work, by_best, load};
+use crate::simd::{LANES, Lanes, Level, Work, by_best, load};
 use crate::tensor::FloatElement;
 pub(crate) use numbers::{e2m1, number};
 use numbers::{read_numbers, words_of};
@@ -153,8 +153,8 @@ impl<'a> Packed<'a> {
     ) {
         let block_of_all = expert * self.counts.row_blocks + block;
         let mut levels = [Levels { scales: NO_LEVELS, minimums: NO_LEVELS, zeros: NO_LEVELS }; TOGETHER];
-        // Bytes as they are come faster one after the other.
-        let together = if CODES == INT8 { 1 } else { TOGETHER };
+        // Bytes as they are come faster one after the other, and so do all where a vector is two of the CPU's.
+        let together = if CODES == INT8 || V::LEVEL == Level::Avx2 { 1 } else { TOGETHER };
         // Which stretch's the first levels are.
         let mut known = usize::MAX;
         for first in tiles.clone().step_by(together) {
@@ -314,11 +314,15 @@ impl<const PIECES: usize> Together<'_, PIECES> {
             let mut decoded = [zero; 4];
             match CODES {
                 INT4 | E2M1 => {
-                    let is_plain = CODES == E2M1 || zeros_differ;
-                    let table = if is_plain { nibbles } else { nibbles.sub(zero) };
+                    let zero = if zeros_differ { V::splat(0.0) } else { zero };
+                    let table = if CODES == E2M1 { nibbles } else { nibbles.sub(zero) };
                     let words = V::words(codes);
                     for i in 0..4 {
-                        decoded[i] = V::look_up(words, FIELDS[i] + LOWER as u32, table);
+                        let field = FIELDS[i] + LOWER as u32;
+                        decoded[i] = match CODES {
+                            INT4 => V::integers(words, field, zero, table),
+                            _ => V::look_up(words, field, table),
+                        };
                     }
                 }
                 INT8 => {
@@ -589,7 +593,7 @@ impl Work for OneRow<'_> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::simd::{Level, by};
+    use crate::simd::by;
 
     /// Places of rows and columns are those of the layout.
     #[test]
