@@ -6,7 +6,7 @@
 
 use abi::ops::matmul::{PERMUTE_BLOCK_PIECES_LOG2, PERMUTE_PIECE, PermuteColumnsDims};
 use cuda_std::cvt::{bf16, f16};
-use cuda_std::{global, grid, kernel, thread};
+use cuda_std::{global, kernel, thread};
 
 const PIECE: usize = PERMUTE_PIECE as usize;
 
@@ -17,7 +17,6 @@ const PIECE: usize = PERMUTE_PIECE as usize;
 ///   elements of 2 or 4 bytes — checked in `PermuteColumns::run`.
 #[inline(always)]
 unsafe fn permute<T: Copy>(x: *const T, order: *const u32, out: *mut T, dims: &PermuteColumnsDims) {
-    grid::begin();
     let (row, piece) =
         dims.tiles.locate(thread::block_idx_x(), thread::thread_idx_x(), PERMUTE_BLOCK_PIECES_LOG2);
     if row >= dims.tiles.rows || piece >= dims.tiles.pieces {
