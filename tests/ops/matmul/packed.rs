@@ -705,7 +705,8 @@ fn permuted_mistakes() -> Result<(), Error> {
             let weight = Weight::pack(&stream, &Source::new([n, k], layout, 1))?;
             let a = Tensor::zeros(&stream, &[1, m, k], DType::BF16)?;
             let mut out = Tensor::from_slice(&stream, &[1, m, n], &vec![bf16::ONE; m * n])?;
-            Matmul::plan(device, problem)?.run(&stream, MatmulArgs::new(a.view(), &weight, out.view_mut()))?;
+            Matmul::plan(device, problem)?
+                .run(&stream, MatmulArgs::new(a.view(), &weight, out.view_mut()))?;
             assert_eq!(out.to_vec::<bf16>(&stream)?, vec![bf16::ZERO; m * n], "{device:?} {m} {n} {k}");
         }
     }
