@@ -687,7 +687,7 @@ fn permuted_mistakes() -> Result<(), Error> {
     let source = || Source::new([16, 8], layout, 1);
     let other = Source { order: Some((0..8).rev().collect()), ..source() };
     assert!(Stack::new(vec![source(), other]).is_none() && Stack::new(vec![source(), source()]).is_some());
-    let cut = |cols| Part::new(source(), vec![0..8], cols).is_some();
+    let cut = |cols| Part::new(source(), vec![0..8, 8..16], cols).is_some();
     assert!(cut(0..8) && !cut(0..4));
     // A plan takes no weight that is packed in another order than planned.
     let weight = Weight::pack(&stream, &Source::new([16, 8], ordered, 1))?;
