@@ -17,7 +17,7 @@ use warpforge::ops::matmul::{
 };
 use warpforge::ops::quantize_weight::reference;
 use warpforge::ops::rmsnorm::NormWeight;
-use warpforge::weight::{GateUp, Part, Stack, Weight, WeightSource};
+use warpforge::weight::{GateUp, Weight, WeightSource};
 use warpforge::{Arch, DType, Device, Error, F8E4M3, Tensor};
 
 use super::case::*;
@@ -93,6 +93,11 @@ impl Source {
             order
         });
         Source { size: [n, k], layout, codes, scales, zeros, minimums, supers, order, global }
+    }
+
+    /// With another order of columns.
+    pub(super) fn with_order(self, order: Option<Vec<u32>>) -> Self {
+        Source { order, ..self }
     }
 
     fn index(&self, row: usize, group: usize) -> usize {
@@ -642,60 +647,5 @@ fn packed_mistakes() -> Result<(), Error> {
     refused(MatmulProblem { weight: Some(bad), ..problem }, (&weight).into(), "a group of 16, 32");
     let message = Weight::pack(&stream, &Source::new([32, 64], WeightLayout { group: 8, ..layout }, 1));
     assert!(message.expect_err("a group of 8").to_string().contains("a group of 16, 32"));
-    Ok(())
-}
-
-/// An order of columns that is none, or is not where it should be; and what takes no such weight.
-#[test]
-fn permuted_mistakes() -> Result<(), Error> {
-    let layout = WeightLayout { permuted: true, ..layouts()[0] };
-    let device = Device::cpu();
-    let stream = device.stream()?;
-    let pack = |layout: WeightLayout, order: Option<Vec<u32>>| {
-        let source = Source { order, ..Source::new([16, 8], layout, 1) };
-        Weight::pack(&stream, &source).map(|_| ()).map_err(|error| error.to_string())
-    };
-    let ordered = WeightLayout { permuted: false, ..layout };
-    let order: Vec<u32> = (0..8).rev().collect();
-    assert_eq!(pack(layout, Some(order.clone())), Ok(()));
-    let refused = [
-        (layout, None, "an order of columns, as the layout says, got none"),
-        (ordered, Some(order.clone()), "no order of columns, as the layout says, got one"),
-        (
-            layout,
-            Some(order[1..].to_vec()),
-            "an order of 8 columns, each of them once, got 7 numbers, 7 of them",
-        ),
-        (layout, Some(vec![0, 1, 2, 3, 3, 5, 6, 7]), "got 8 numbers, 7 of them"),
-        (layout, Some(vec![0, 1, 2, 3, 4, 5, 6, u32::MAX]), "got 8 numbers, 7 of them"),
-        (layout, Some([&order[..], &[8]].concat()), "got 9 numbers, 8 of them"),
-    ];
-    for (layout, order, expected) in refused {
-        let message = pack(layout, order).expect_err(expected);
-        assert!(message.starts_with("Weight::pack: source: ") && message.contains(expected), "{message}");
-    }
-    let of_experts = Weight::pack_experts(&stream, 2, |_| Ok(Source::new([16, 8], layout, 1)));
-    let message = of_experts.expect_err("experts").to_string();
-    assert!(message.contains("columns that are in order, of several experts"), "{message}");
-
-    let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(1, 16, 8, DType::BF16) };
-    let norm = Some(RowNorm { eps: 1e-6, weight: NormWeight::Plain });
-    let message =
-        Matmul::supports(&device, &MatmulProblem { norm, ..problem }).expect_err("a norm").to_string();
-    assert!(message.contains("no norm of rows that are brought into a weight's order"), "{message}");
-    // Two weights of different orders are no stack; nor is some of one's columns a part.
-    let source = || Source::new([16, 8], layout, 1);
-    let other = Source { order: Some((0..8).rev().collect()), ..source() };
-    assert!(Stack::new(vec![source(), other]).is_none() && Stack::new(vec![source(), source()]).is_some());
-    let cut = |cols| Part::new(source(), vec![0..8, 8..16], cols).is_some();
-    assert!(cut(0..8) && !cut(0..4));
-    // A plan takes no weight that is packed in another order than planned.
-    let weight = Weight::pack(&stream, &Source::new([16, 8], ordered, 1))?;
-    let a = Tensor::zeros(&stream, &[1, 8], DType::BF16)?;
-    let mut out = Tensor::zeros(&stream, &[1, 16], DType::BF16)?;
-    let plan = Matmul::plan(&device, problem)?;
-    let run = plan.run(&stream, MatmulArgs::new(a.view(), &weight, out.view_mut()));
-    let message = run.expect_err("another layout").to_string();
-    assert!(message.contains("permuted: true") && message.contains("permuted: false"), "{message}");
     Ok(())
 }

@@ -1,9 +1,17 @@
 //! Columns in another order, by every kernel and on every device: bits are copied.
 
+use abi::weight::Layout as WeightLayout;
 use proptest::prelude::*;
 use testkit::strategies::{Rng, Values, any_values, dims, dims_from};
-use warpforge::ops::matmul::{PermuteColumns, PermuteColumnsArgs, PermuteColumnsProblem, reference};
+use warpforge::ops::matmul::{
+    Matmul, MatmulArgs, MatmulProblem, PermuteColumns, PermuteColumnsArgs, PermuteColumnsProblem, RowNorm,
+    reference,
+};
+use warpforge::ops::rmsnorm::NormWeight;
+use warpforge::weight::{Part, Stack, Weight};
 use warpforge::{DType, Device, Tensor};
+
+use super::packed::{Source, layouts};
 
 use crate::harness::{
     Layout, Rows, devices, every_kernel_of, expect_loaded, fail, floats, on_executors, values,
@@ -134,4 +142,72 @@ fn permutation_of_nothing_and_mistakes() -> Result<(), TestCaseError> {
         );
     }
     expect_loaded(abi::ops::entries("matmul").filter(|entry| is_permutation(entry)))
+}
+
+/// An order of columns that is none, or is not where it should be; and what takes no such weight.
+#[test]
+fn permuted_mistakes() -> Result<(), TestCaseError> {
+    let layout = WeightLayout { permuted: true, ..layouts()[0] };
+    let device = Device::cpu();
+    let stream = device.stream()?;
+    let pack = |layout: WeightLayout, order: Option<Vec<u32>>| {
+        let source = Source::new([16, 8], layout, 1).with_order(order);
+        Weight::pack(&stream, &source).map(|_| ()).map_err(|error| error.to_string())
+    };
+    let ordered = WeightLayout { permuted: false, ..layout };
+    let order: Vec<u32> = (0..8).rev().collect();
+    assert_eq!(pack(layout, Some(order.clone())), Ok(()));
+    let refused = [
+        (layout, None, "an order of columns, as the layout says, got none"),
+        (ordered, Some(order.clone()), "no order of columns, as the layout says, got one"),
+        (
+            layout,
+            Some(order[1..].to_vec()),
+            "an order of 8 columns, each of them once, got 7 numbers, 7 of them",
+        ),
+        (layout, Some(vec![0, 1, 2, 3, 3, 5, 6, 7]), "got 8 numbers, 7 of them"),
+        (layout, Some(vec![0, 1, 2, 3, 4, 5, 6, u32::MAX]), "got 8 numbers, 7 of them"),
+        (layout, Some([&order[..], &[8]].concat()), "got 9 numbers, 8 of them"),
+    ];
+    for (layout, order, expected) in refused {
+        let message = pack(layout, order).expect_err(expected);
+        assert!(message.starts_with("Weight::pack: source: ") && message.contains(expected), "{message}");
+    }
+    let of_experts = Weight::pack_experts(&stream, 2, |_| Ok(Source::new([16, 8], layout, 1)));
+    let message = of_experts.expect_err("experts").to_string();
+    assert!(message.contains("columns that are in order, of several experts"), "{message}");
+
+    let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(1, 16, 8, DType::BF16) };
+    let norm = Some(RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+    let message =
+        Matmul::supports(&device, &MatmulProblem { norm, ..problem }).expect_err("a norm").to_string();
+    assert!(message.contains("no norm of rows that are brought into a weight's order"), "{message}");
+    // Two weights of different orders are no stack; nor is some of one's columns a part.
+    let source = || Source::new([16, 8], layout, 1);
+    let other = source().with_order(Some((0..8).rev().collect()));
+    assert!(Stack::new(vec![source(), other]).is_none() && Stack::new(vec![source(), source()]).is_some());
+    let cut = |cols| Part::new(source(), vec![0..8, 8..16], cols).is_some();
+    assert!(cut(0..8) && !cut(0..4));
+    // A plan takes no weight that is packed in another order than planned.
+    let weight = Weight::pack(&stream, &Source::new([16, 8], ordered, 1))?;
+    let a = Tensor::zeros(&stream, &[1, 8], DType::BF16)?;
+    let mut out = Tensor::zeros(&stream, &[1, 16], DType::BF16)?;
+    let plan = Matmul::plan(&device, problem)?;
+    let run = plan.run(&stream, MatmulArgs::new(a.view(), &weight, out.view_mut()));
+    let message = run.expect_err("another layout").to_string();
+    assert!(message.contains("permuted: true") && message.contains("permuted: false"), "{message}");
+    // Sizes of 0.
+    for device in &devices() {
+        let stream = device.stream()?;
+        for [m, n, k] in [[0, 16, 64], [3, 0, 64], [3, 16, 0]] {
+            let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(m, n, k, DType::BF16) };
+            let weight = Weight::pack(&stream, &Source::new([n, k], layout, 1))?;
+            let a = Tensor::zeros(&stream, &[m, k], DType::BF16)?;
+            let mut out = Rows::output(&stream, DType::BF16, m, n, Layout::default())?;
+            Matmul::plan(device, problem)?
+                .run(&stream, MatmulArgs::new(a.view(), &weight, out.view_mut()))?;
+            assert_eq!(out.read(&stream)?, vec![0.0; m * n], "{device:?} {m} {n} {k}");
+        }
+    }
+    Ok(())
 }

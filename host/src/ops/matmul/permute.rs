@@ -235,7 +235,7 @@ impl Permuted {
         stream: &Stream,
         args: &mut MatmulArgs<'_>,
     ) -> Result<(), Error> {
-        // All that the product finds wrong, before anything is enqueued.
+        // All that the product finds wrong, a stack of a too, before anything is enqueued.
         if self.product.check(at, args)?.is_none() {
             return Ok(());
         }
@@ -246,18 +246,14 @@ impl Permuted {
         let Some(order) = order else {
             return at.refuse("b", "a packed weight with an order of its columns, as planned", "another");
         };
-        let shape = args.a.shape();
-        let &[.., rows, k] = shape else { return at.refuse("a", "rows", format!("{shape:?}")) };
-        let rows_of_a = if shape.len() == 2 { args.a } else { args.a.slice(0, 0..1)?.reshape(&[rows, k])? };
+        let rows = args.a.shape()[0];
 
         let _alone = self.workspace.enter(stream)?;
         let [ordered] = &self.workspace.tensors;
         // SAFETY: entered, so nobody else has a view of the workspace until this run is enqueued.
         let mut ordered = unsafe { ordered.view_mut_alone() }.slice(0, 0..rows)?;
-        let permute = &mut PermuteColumnsArgs::new(rows_of_a, order, ordered.reborrow());
+        let permute = &mut PermuteColumnsArgs::new(args.a, order, ordered.reborrow());
         self.permute.run(stream, permute)?;
-        let a =
-            if shape.len() == 2 { ordered.as_view() } else { ordered.as_view().reshape(&[1, rows, k])? };
-        self.product.run(stream, &mut MatmulArgs { a, ..args.reborrow() })
+        self.product.run(stream, &mut MatmulArgs { a: ordered.as_view(), ..args.reborrow() })
     }
 }
