@@ -134,8 +134,8 @@ impl Model {
     /// at all ranks.
     ///
     /// A quantised weight that would be cut inside of a group of columns is dequantised; where a block of rows is cut,
-    /// each row has its scale by itself. `rank` is the rank, or it with
-    /// experts that are shared as a whole ([`Shard::with_experts`]), which all ranks must say alike.
+    /// each row has its scale by itself. `rank` is the rank, or it with experts that are shared as a whole
+    /// ([`Shard::with_experts`]), which all ranks must say alike.
     ///
     /// **Errors**: as [`Model::quantised_while`].
     pub fn of_rank<'a>(

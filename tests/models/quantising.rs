@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use testkit::golden;
 use warpforge::group::Group;
-use warpforge::models::{Checkpoint, FeedForward, Mixer, ProjectionWeight, Quantise};
+use warpforge::models::{Checkpoint, FeedForward, Mixer, ProjectionWeight, QuantReport, Quantise};
 use warpforge::weight::{ScaleType, Scheme};
 
 use super::saving::SCHEMES;
@@ -155,6 +155,19 @@ fn quantised_in_place_or_not() -> Outcome {
     assert_eq!(report.kept.iter().filter(|(_, reason)| reason == "quantised already").count(), 3, "{report}");
     let error = relative_l2(&logits(&model)?, &want);
     assert!(error > 1e-5 && error < 0.02, "{error:.2e}");
+    // What is reported is of what is packed: blocks of rows begin anew with up.
+    let scheme = Scheme { group: 64, rows: 512, ..Scheme::FP8 };
+    let mut model = Model::quantised(&Device::cpu(), &checkpoint, DType::F32, Quantise::Dense, &mut |_| {})?;
+    let report = model.quantise(scheme, &mut go_on)?;
+    let place = tempfile::tempdir()?;
+    let saved = checkpoint.save_quantised(&scheme, &place.path().join("saved"), &mut go_on)?;
+    for part in ["gate", "up"] {
+        let of = |report: &QuantReport, name: &str| {
+            report.tensors.iter().find(|tensor| tensor.name == name).map(|tensor| tensor.errors)
+        };
+        let own = of(&report, &format!("layers.0.{part}")).ok_or("a part")?;
+        assert_eq!(Some(own), of(&saved, &format!("model.layers.0.mlp.{part}_proj.weight")), "{part}");
+    }
     Ok(())
 }
 

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use abi::DType;
 use half::{bf16, f16};
-use host::weight::{GateUp, Quantised, RowScales, ScaleType, Scheme, Stack, Weight, WeightSource};
+use host::weight::{
+    GateUp, QuantErrors, Quantised, RowScales, ScaleType, Scheme, Stack, Weight, WeightSource,
+};
 use host::{Constant, Error, Stream, Tensor, TensorView};
 
 use super::{QuantReport, QuantisedTensor, of_tensor};
@@ -23,9 +25,12 @@ enum Rows {
     GateUp,
     /// The last ones stay floats.
     Above { floats: usize },
-    /// Those of each expert, in parts above each other.
-    OfExperts { parts: usize },
+    /// Those of each expert, these parts above each other.
+    OfExperts { parts: &'static [&'static str] },
 }
+
+/// What a gated MLP's first weight is made of.
+const GATE_UP: [&str; 2] = ["gate", "up"];
 
 /// A weight that may be quantised.
 struct Slot<'a> {
@@ -104,10 +109,15 @@ impl QuantReport {
         self.bytes_after += bytes as u64;
     }
 
-    fn add(&mut self, tensor: QuantisedTensor) {
-        self.bytes_before += tensor.bytes_before;
-        self.bytes_after += tensor.bytes_after;
-        self.tensors.push(tensor);
+    /// The parts of a weight, which were of this type.
+    fn add(&mut self, made: Vec<Made>, dtype: DType, weight: &Weight) {
+        let bytes_after = weight.bytes() as u64 / made.len().max(1) as u64;
+        for Made { name, shape, errors } in made {
+            let bytes_before = (shape[0] * shape[1] * dtype.bytes()) as u64;
+            self.bytes_before += bytes_before;
+            self.bytes_after += bytes_after;
+            self.tensors.push(QuantisedTensor { name, shape, errors, bytes_before, bytes_after });
+        }
     }
 }
 
@@ -135,7 +145,7 @@ fn of_feed_forward(part: &mut FeedForward, index: usize) -> Vec<Slot<'_>> {
     fn of_mlp<'a>(mlp: &'a mut Mlp, name: &str) -> Vec<Slot<'a>> {
         let (gate_up, down) = (&mut mlp.gate_up.weight, &mut mlp.down.weight);
         vec![
-            Slot { name: format!("{name}.gate_up"), weight: gate_up, rows: Rows::GateUp },
+            Slot { name: name.into(), weight: gate_up, rows: Rows::GateUp },
             Slot { name: format!("{name}.down"), weight: down, rows: Rows::AsTheyAre },
         ]
     }
@@ -143,53 +153,59 @@ fn of_feed_forward(part: &mut FeedForward, index: usize) -> Vec<Slot<'_>> {
     match part {
         FeedForward::Mlp(mlp) => of_mlp(mlp, &prefix),
         FeedForward::Moe(moe) => {
-            let of_experts = |name: &str, weight, parts| Slot {
-                name: format!("{prefix}.experts.{name}"),
-                weight,
-                rows: Rows::OfExperts { parts },
+            let of_experts = |weight, parts| {
+                let name = format!("{prefix}.experts");
+                Slot { name, weight, rows: Rows::OfExperts { parts } }
             };
             let mut slots =
-                vec![of_experts("gate_up", &mut moe.gate_up, 2), of_experts("down", &mut moe.down, 1)];
+                vec![of_experts(&mut moe.gate_up, &GATE_UP), of_experts(&mut moe.down, &["down"])];
             slots.extend(moe.shared.iter_mut().flat_map(|mlp| of_mlp(mlp, &format!("{prefix}.shared"))));
             slots
         }
     }
 }
 
-/// Rows of a matrix in host memory, quantised.
+/// A matrix of floats in host memory.
 struct Matrix {
     values: Vec<f32>,
     cols: usize,
-    bytes: usize,
 }
 
 impl Matrix {
-    fn download(stream: &Stream, view: TensorView<'_>) -> Result<Self, Error> {
+    fn download(stream: &Stream, view: TensorView<'_>) -> Result<Arc<Self>, Error> {
         let values = match view.dtype() {
             DType::F16 => view.to_vec::<f16>(stream)?.into_iter().map(f16::to_f32).collect(),
             DType::BF16 => view.to_vec::<bf16>(stream)?.into_iter().map(bf16::to_f32).collect(),
             _ => view.to_vec::<f32>(stream)?,
         };
-        let cols = view.shape().last().copied().unwrap_or(0);
-        Ok(Matrix { bytes: values.len() * view.dtype().bytes(), values, cols })
-    }
-
-    fn rows(&self) -> usize {
-        self.values.len() / self.cols.max(1)
+        Ok(Arc::new(Matrix { values, cols: view.shape().last().copied().unwrap_or(0) }))
     }
 
     /// Some of its rows by a scheme, whose global scale is this one if there is one.
     fn quantised(
-        &self,
+        self: &Arc<Self>,
         rows: Range<usize>,
-        scheme: &Scheme,
+        (name, scheme): (&str, &Scheme),
         global: Option<f32>,
-    ) -> Result<Quantised<impl Fn(usize, &mut [f32]) + Sync + use<'_>>, Error> {
-        let (cols, first) = (self.cols, rows.start);
+    ) -> Result<Quantised<impl Fn(usize, &mut [f32]) + Sync + use<>>, Error> {
+        let (matrix, cols, first) = (self.clone(), self.cols, rows.start);
         let read = move |row: usize, out: &mut [f32]| {
-            out.copy_from_slice(&self.values[(first + row) * cols..][..cols]);
+            out.copy_from_slice(&matrix.values[(first + row) * cols..][..cols]);
         };
-        Quantised::with_global([rows.len(), cols], *scheme, read, global)
+        Quantised::with_global([rows.len(), cols], *scheme, read, global).map_err(of_tensor(name))
+    }
+}
+
+/// What has been quantised into a weight: equal parts of it.
+struct Made {
+    name: String,
+    shape: [usize; 2],
+    errors: QuantErrors,
+}
+
+impl Made {
+    fn new<R: Fn(usize, &mut [f32]) + Sync>(name: &str, source: &Quantised<R>) -> Self {
+        Made { name: name.into(), shape: source.size(), errors: source.errors() }
     }
 }
 
@@ -202,100 +218,91 @@ impl Rows {
         report: &mut QuantReport,
     ) -> Result<ProjectionWeight, Error> {
         let view = floats.view();
-        if let &Rows::OfExperts { parts } = self {
-            return of_experts(stream, (name, view), parts, scheme, report);
-        }
-        let matrix = Matrix::download(stream, view)?;
-        let (n, bytes) = (matrix.rows(), matrix.bytes);
-        let by = |rows: Range<usize>, global| matrix.quantised(rows, scheme, global).map_err(of_tensor(name));
-        let mut add = |rows: usize, errors, weight: &Weight| {
-            let bytes_before = (bytes / n * rows) as u64;
-            let shape = [rows, matrix.cols];
-            let bytes_after = weight.bytes() as u64;
-            report.add(QuantisedTensor { name: name.into(), shape, errors, bytes_before, bytes_after });
+        let &[n, cols] = view.shape() else {
+            return self.of_experts(stream, (name, view), scheme, report);
         };
-        match *self {
+        let matrix = Matrix::download(stream, view)?;
+        let packed = match *self {
             Rows::GateUp => {
-                let (gate, up) = (by(0..n / 2, None)?, by(n / 2..n, None)?);
-                // One global scale for both, so that they are one weight.
-                let global = (scheme.scale == ScaleType::E4m3).then(|| gate.global().max(up.global()));
-                let (gate, up) = (by(0..n / 2, global)?, by(n / 2..n, global)?);
-                let weight = Weight::pack(stream, &GateUp(&gate, &up))?;
-                add(n, by(0..n, global)?.errors(), &weight);
-                Ok(ProjectionWeight::Packed(vec![weight]))
-            }
-            Rows::Above { floats: kept } => {
-                let own = n.saturating_sub(kept);
-                let source = by(0..own, None)?;
-                let weight = Weight::pack(stream, &source)?;
-                add(own, source.errors(), &weight);
-                let mut rest = Tensor::empty(stream, &[n - own, matrix.cols], view.dtype())?;
-                stream.copy(view.slice(0, own..n)?, rest.view_mut())?;
-                let rest = ProjectionWeight::Plain(Constant::new(rest, stream)?);
-                report.keep(&format!("{name}, its last {} rows", n - own), "gates", rest.bytes());
-                Ok(ProjectionWeight::Mixed(vec![ProjectionWeight::Packed(vec![weight]), rest]))
-            }
-            Rows::AsTheyAre | Rows::OfExperts { .. } => {
-                let source = by(0..n, None)?;
-                let weight = Weight::pack(stream, &source)?;
-                add(n, source.errors(), &weight);
-                Ok(ProjectionWeight::Packed(vec![weight]))
-            }
-        }
-    }
-}
-
-/// Experts' matrices `[experts, rows, cols]`, of `parts` above each other: in one weight, or where parts have global
-/// scales of their own in one for each.
-fn of_experts(
-    stream: &Stream,
-    (name, view): (&str, TensorView<'_>),
-    parts: usize,
-    scheme: &Scheme,
-    report: &mut QuantReport,
-) -> Result<ProjectionWeight, Error> {
-    let &[experts, rows, cols] = view.shape() else {
-        return Err(Error::invalid(OP, "self", "experts of three dimensions", format!("{:?}", view.shape())));
-    };
-    let height = rows / parts;
-    let together = if scheme.scale == ScaleType::E4m3 { 1 } else { parts };
-    let mut weights = Vec::new();
-    for first in (0..parts).step_by(together) {
-        let own = first * height..(first + together) * height;
-        // Of one expert at a time.
-        let mut matrices = Vec::new();
-        for expert in 0..experts {
-            let all = view.slice(0, expert..expert + 1)?.reshape(&[rows, cols])?;
-            matrices.push(all.slice(0, own.clone())?);
-        }
-        let mut made = Vec::new();
-        let weight = Weight::pack_experts(stream, experts, |expert| {
-            let name = format!("{name}.{expert}");
-            let matrix = Arc::new(Matrix::download(stream, matrices[expert])?);
-            let mut sources: Vec<Box<dyn WeightSource>> = Vec::new();
-            for part in 0..together {
-                let (matrix, first) = (matrix.clone(), part * height);
-                let read = move |row: usize, out: &mut [f32]| {
-                    out.copy_from_slice(&matrix.values[(first + row) * cols..][..cols]);
+                let names = GATE_UP.map(|part| format!("{name}.{part}"));
+                let by = |part: usize, global| {
+                    matrix.quantised(part * n / 2..(part + 1) * n / 2, (&names[part], scheme), global)
                 };
-                let source = Quantised::new([height, cols], *scheme, read).map_err(of_tensor(&name))?;
-                made.push((name.clone(), source.errors(), matrix_bytes(height, cols, view.dtype())));
-                let is_whole = height.is_multiple_of(scheme.rows as usize);
-                sources.push(if is_whole { Box::new(source) } else { Box::new(RowScales(source)) });
+                let (mut gate, mut up) = (by(0, None)?, by(1, None)?);
+                if gate.global() != up.global() {
+                    // One global scale for both, so that they are one weight.
+                    let global = Some(gate.global().max(up.global()));
+                    (gate, up) = (by(0, global)?, by(1, global)?);
+                }
+                let weight = Weight::pack(stream, &GateUp(&gate, &up))?;
+                report.add(
+                    vec![Made::new(&names[0], &gate), Made::new(&names[1], &up)],
+                    view.dtype(),
+                    &weight,
+                );
+                weight
             }
-            let alike = "parts of one layout and global scale";
-            Stack::new(sources).ok_or_else(|| Error::invalid(OP, "self", alike, "others"))
-        })?;
-        let share = weight.bytes() as u64 / made.len().max(1) as u64;
-        for (name, errors, bytes_before) in made {
-            let shape = [height, cols];
-            report.add(QuantisedTensor { name, shape, errors, bytes_before, bytes_after: share });
+            _ => {
+                let source = matrix.quantised(0..n - self.floats(), (name, scheme), None)?;
+                let weight = Weight::pack(stream, &source)?;
+                report.add(vec![Made::new(name, &source)], view.dtype(), &weight);
+                weight
+            }
+        };
+        let packed = ProjectionWeight::Packed(vec![packed]);
+        let kept = self.floats();
+        if kept == 0 {
+            return Ok(packed);
         }
-        weights.push(weight);
+        let mut rest = Tensor::empty(stream, &[kept, cols], view.dtype())?;
+        stream.copy(view.slice(0, n - kept..n)?, rest.view_mut())?;
+        report.keep(&format!("{name}, its last {kept} rows"), "gates", rest.bytes());
+        let rest = ProjectionWeight::Plain(Constant::new(rest, stream)?);
+        Ok(ProjectionWeight::Mixed(vec![packed, rest]))
     }
-    Ok(ProjectionWeight::Packed(weights))
-}
 
-fn matrix_bytes(rows: usize, cols: usize, dtype: DType) -> u64 {
-    (rows * cols * dtype.bytes()) as u64
+    /// The last rows, which stay floats.
+    fn floats(&self) -> usize {
+        if let Rows::Above { floats } = self { *floats } else { 0 }
+    }
+
+    /// Experts' matrices `[experts, rows, cols]`, the parts of each above each other: in one weight, or where parts
+    /// have global scales of their own in one for each. One expert comes to the host at a time.
+    fn of_experts(
+        &self,
+        stream: &Stream,
+        (name, view): (&str, TensorView<'_>),
+        scheme: &Scheme,
+        report: &mut QuantReport,
+    ) -> Result<ProjectionWeight, Error> {
+        let (&[experts, rows, cols], &Rows::OfExperts { parts }) = (view.shape(), self) else {
+            let got = format!("{name} of {:?}", view.shape());
+            return Err(Error::invalid(OP, "self", "matrices, and experts of three dimensions", got));
+        };
+        let height = rows / parts.len();
+        let together = if scheme.scale == ScaleType::E4m3 { 1 } else { parts.len() };
+        let mut weights = Vec::new();
+        for (index, parts) in parts.chunks(together).enumerate() {
+            let own = index * height..(index + parts.len()) * height;
+            let mut made = Vec::new();
+            let weight = Weight::pack_experts(stream, experts, |expert| {
+                let all = view.slice(0, expert..expert + 1)?.reshape(&[rows, cols])?;
+                let matrix = Matrix::download(stream, all.slice(0, own.clone())?)?;
+                let mut sources: Vec<Box<dyn WeightSource>> = Vec::new();
+                for (place, part) in parts.iter().enumerate() {
+                    let name = format!("{name}.{expert}.{part}");
+                    let rows = place * height..(place + 1) * height;
+                    let source = matrix.quantised(rows, (&name, scheme), None)?;
+                    made.push(Made::new(&name, &source));
+                    let is_whole = height.is_multiple_of(scheme.rows as usize);
+                    sources.push(if is_whole { Box::new(source) } else { Box::new(RowScales(source)) });
+                }
+                let alike = "parts of one layout and global scale";
+                Stack::new(sources).ok_or_else(|| Error::invalid(OP, "self", alike, "others"))
+            })?;
+            report.add(made, view.dtype(), &weight);
+            weights.push(weight);
+        }
+        Ok(ProjectionWeight::Packed(weights))
+    }
 }
